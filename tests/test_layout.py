@@ -72,7 +72,7 @@ def test_python_is_started_in_one_place() -> None:
 
 # What every engine, every stack and every process of a witness offers, under one name each.
 INTERFACES = {
-    *("build", "chosen_for", "configure", "fill", "layout", "left_empty", "share"),
+    *("build", "emulated_device", "configure", "fill", "layout", "left_empty", "share"),
     *("start_process_groups", "run_after_loading", "serve", "version", "read", "run", "main"),
 }
 

@@ -40,7 +40,7 @@ from ckptkit.verify.evidence.rounding import rounding_of
 from ckptkit.verify.options import VerifyOptions, verify_options
 from ckptkit.verify.reports.heat import Heat, Measured, heat_map, of_values
 from ckptkit.verify.witnesses.megatron.run import sizes_of
-from ckptkit.verify.witnesses.registry import programs_not_asked
+from ckptkit.verify.witnesses.registry import programs_not_used
 from ckptkit.verify.witnesses.rollouts.run import recording_of
 
 _PACKED_PART = re.compile(r"\.weight_\w+$")

@@ -101,7 +101,7 @@ def examine(pythons: Mapping[str, str] | None = None) -> Examination:
     known = {one.name: one for one in more}
     parts = [
         _elsewhere(name, names, purpose, gpus, interpreter)
-        if (interpreter := Interpreter(python_of(_PYTHON_OF.get(name, name), pythons or {}))).elsewhere
+        if (interpreter := Interpreter(python_of(_PYTHON_OF.get(name, name), pythons or {}))).is_external
         else _part(name, [known[one] for one in names], purpose, gpus)
         for name, (names, purpose) in _NEEDS.items()
     ]

@@ -1,1 +1,1 @@
-"""Real Megatron and real SGLang in processes of their own: how they are asked, and how they end."""
+"""Real Megatron, engines and transformers in processes of their own: their jobs, reports and exits."""

@@ -1,4 +1,4 @@
-"""Every witness: what asks for it, what it implies, and which program it asks."""
+"""Every witness: its option, the witnesses that it implies, and its program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ ENGINES = (SGLANG, VLLM)  # whose loading is checked; to add one, see docs/archi
 
 @dataclass(frozen=True)
 class Witness:
-    """Something that verification asks where it is told to."""
-
-    name: str  # in `against`, and in what a check needs
+    name: str  # in `against`, and in the `needs` of a check
     option: str  # of the command line
-    program: str | None = None  # whose absence the verdict mentions
-    looks_at: str | None = None  # the stage of its checks, as the verdict names it; None: it has no stage of its own
+    program: str | None = None  # mentioned in the verdict if it was not run
+    looks_at: str | None = None  # the verdict's name of the stage of its checks, if it has one
     implies: str | None = None  # another witness
 
 
@@ -34,17 +32,15 @@ WITNESSES = (
 
 
 def live_engine(against: frozenset[str]) -> EngineFacts:
-    """The engine that serves the checkpoint: vLLM where it is the one that is asked, else SGLang."""
+    """The engine that serves the checkpoint: vLLM if only its loading is checked too, otherwise SGLang."""
     return VLLM if VLLM.name in against and SGLANG.name not in against else SGLANG
 
 
 def with_implied(against: frozenset[str]) -> frozenset[str]:
-    """The witnesses asked for, with those that they imply."""
     return against | {one.implies for one in WITNESSES if one.name in against and one.implies}
 
 
-def programs_not_asked(against: frozenset[str]) -> list[str]:
-    """The programs that none of these witnesses asks."""
-    asked = {one.program for one in WITNESSES if one.name in against}
-    asked |= {live_engine(against).label} if "engine" in against else set()
-    return [one for one in dict.fromkeys(one.program for one in WITNESSES) if one is not None and one not in asked]
+def programs_not_used(against: frozenset[str]) -> list[str]:
+    used = {one.program for one in WITNESSES if one.name in against}
+    used |= {live_engine(against).label} if "engine" in against else set()
+    return [one for one in dict.fromkeys(one.program for one in WITNESSES) if one is not None and one not in used]

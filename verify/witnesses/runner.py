@@ -1,7 +1,7 @@
-"""Runs witnesses: writes their jobs, starts their processes, and reads what they report, or why they do not.
+"""Runs witnesses: writes their jobs, starts their processes, and reads their reports, or the reasons for missing ones.
 
 A job is a dataclass with a field `report`, the path of the file that its process writes; the folder of that file is
-shared by all ranks and empty at first. The job, its report and why it ended travel as JSON (`process.codec`).
+shared by all ranks and empty at first. The job, its report and its exit report travel as JSON (`process.codec`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,26 @@ from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.process.codec import load_record, save
-from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
+from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, describe_exit_code, exit_report_of
 from ckptkit.verify.witnesses.process.interpreter import Interpreter
-from ckptkit.verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
-from ckptkit.verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
+from ckptkit.verify.witnesses.process.sandbox import (
+    ask_for_stacks,
+    end,
+    exceeds_memory,
+    free_memory,
+    memory_limit,
+    start_confined,
+    stuck_at,
+)
 
 T = TypeVar("T")
 START_S = 1200  # seconds to import a library or an engine on a busy machine, and to compile its kernels
-_BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
+_BYTES_A_SECOND = 20e6  # slower than any usable disk
 _LAST_LINES = 8
 _HERE = Interpreter()
-_MEMORY_SECONDS = 2.0  # between two looks at how much memory they take
+_MEMORY_SECONDS = 2.0  # between two measurements of memory
 _GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
-# What gloo, NCCL and torch's store say of a rank that is gone.
+# Messages of gloo, NCCL and torch's store about a lost rank.
 _LOST = re.compile(
     r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv"
     r"|sendBytes failed|recvValue failed"
@@ -43,41 +50,39 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 def time_limit(specs: Mapping[str, TensorSpec], passes: int = 1) -> float:
-    """How many seconds a process may take that reads these tensors `passes` times."""
+    """Seconds that a process may take to read these tensors `passes` times."""
     return START_S + passes * sum(spec.nbytes for spec in specs.values()) / _BYTES_A_SECOND
 
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What the ranks of a witness reported, and why some did not. Of a witness of one process that is rank 0."""
+    """The reports of a witness's ranks, and the failures of some. A witness of one process has rank 0."""
 
-    reports: Mapping[int, T]  # by rank; one that failed may have reported before
-    failures: Mapping[int, ExitReport]  # by rank: those that failed by themselves; empty where all ended well
+    reports: Mapping[int, T]  # by rank; a rank may report before it fails
+    failures: Mapping[int, ExitReport]  # by rank: those that failed by themselves
 
     @property
     def report(self) -> T | None:
-        """The report of the only rank; None without one."""
         return self.reports.get(0)
 
     @property
-    def to_blame(self) -> int:
-        """The first rank whose failure is a verdict, or the first that failed. Raises ValueError where none did."""
+    def failing_rank(self) -> int:
+        """The first rank with a verdict as failure, or the first that failed. Raises ValueError if none did."""
         return min(self.failures, key=lambda rank: (not self.failures[rank].verdict, rank))
 
     @property
     def failure(self) -> ExitReport | None:
-        """Why the rank to blame failed; None where all ended well."""
-        return self.failures[self.to_blame] if self.failures else None
+        return self.failures[self.failing_rank] if self.failures else None
 
     def require(self, otherwise: str) -> T:
-        """The report of the only rank. Raises CannotCheck without one, which says `otherwise` and why."""
+        """The report of the only rank. Raises CannotCheck without one, with the message `otherwise` and the reason."""
         if self.report is None:
             raise inconclusive(otherwise, self.failure)
         return self.report
 
 
 def inconclusive(what: str, why: object) -> CannotCheck:
-    """The exception for a witness that could not be asked: `what` did not happen, and `why`."""
+    """The exception for a witness that could not run: `what` did not happen, for the reason `why`."""
     return CannotCheck(f"{what}, which says nothing about the checkpoint: {why}")
 
 
@@ -108,23 +113,20 @@ def ask_ranks(
 def read_answer(
     kind: type[T], reports: Mapping[int, Path], logs: Mapping[int, Path], failed: Mapping[int, str]
 ) -> Answer[T]:
-    """The answer of ranks that have ended; `failed`: how those ended that are to blame, of several also the others."""
-    found = {rank: load_record(kind, path) for rank, path in reports.items() if path.exists()}
+    """The answer of ranks that have ended; `failed`: how those ended that failed first."""
+    records = {rank: load_record(kind, path) for rank, path in reports.items() if path.exists()}
     if not failed:
-        failed = {rank: "no report" for rank in reports if rank not in found}
-    failures = {rank: _failure(reports[rank], logs[rank], how) for rank, how in failed.items()}
-    own = failure_messages({rank: one.message for rank, one in failures.items()}) or failures
-    return Answer(found, {rank: failures[rank] for rank in own})
-
-
-def _failure(report: Path, log: Path, how: str) -> ExitReport:
-    """Why a rank failed: its own exception, or how it ended and what it printed last."""
-    ending = exit_report_of(report)
-    return ending if ending.message else replace(ending, message=f"{how}; {last_words(log)}")
+        failed = {rank: "no report" for rank in reports if rank not in records}
+    failures = {rank: exit_report_of(reports[rank]) for rank in failed}
+    for rank, failure in failures.items():
+        if not failure.message:
+            failures[rank] = replace(failure, message=f"{failed[rank]}; {tail_of_log(logs[rank])}")
+    causes = failure_messages({rank: failure.message for rank, failure in failures.items()}) or failures
+    return Answer(records, {rank: failures[rank] for rank in causes})
 
 
 def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[Answer[T]]:
-    """As `ask`, whose answer or exception `result` gives once it is there."""
+    """`ask` in a thread; `result` of the future returns its answer or raises its exception."""
     answer = Future[Answer[T]]()
 
     def wait_for() -> None:
@@ -133,7 +135,7 @@ def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Futur
         except Exception as error:  # noqa: BLE001 - `result` raises it
             answer.set_exception(error)
 
-    # A daemon, so that nothing waits for it, or for its process, when something else ends the run.
+    # A daemon, so that the end of the run does not wait for it or for its process.
     Thread(target=wait_for, daemon=True).start()
     return answer
 
@@ -147,10 +149,10 @@ def run_ranks(
     *,
     together: bool = False,
 ) -> dict[int, str]:
-    """Runs `module` with `root`/job-RANK.json for each number, a process each, which print into log-RANK.
+    """Runs `module` with `root`/job-RANK.json for each number, each in a process that prints into log-RANK.
 
-    `together`: one process without a GPU is given all jobs, forks each rank and writes its exit code into exit-RANK.
-    Returns how those ended that failed first.
+    `together`: one process without a GPU gets all jobs, forks each rank and writes its exit code into exit-RANK.
+    Returns the ends of the ranks that failed first.
     """
     variables = interpreter.environment(root)
     if together or len(numbers) > 1:
@@ -159,36 +161,32 @@ def run_ranks(
         variables |= {"OMP_NUM_THREADS": "1"}
         if together or torch.cuda.device_count() < len(numbers):
             variables |= {"CUDA_VISIBLE_DEVICES": ""}
-    processes = {
-        several[0]: start_confined(
-            module,
-            [root / f"job-{rank}.json" for rank in several],
-            root / f"log-{several[0]}",
-            variables,
-            python=interpreter.path,
-        )
-        for several in ([numbers] if together else [[rank] for rank in numbers])
-    }
+    processes = {}
+    for first_rank, *more in [numbers] if together else [[rank] for rank in numbers]:
+        jobs, log = [root / f"job-{rank}.json" for rank in (first_rank, *more)], root / f"log-{first_rank}"
+        processes[first_rank] = start_confined(module, jobs, log, variables, python=interpreter.path)
     try:
         first, soon_after = wait(numbers, processes, root, time.monotonic() + limit_s)
     finally:
         for process in processes.values():
             end(process)
-    late, codes = f"it did not end within {limit_s:.0f} s", soon_after | first
-    return {
-        rank: late + stuck_at(root / f"log-{rank}") if codes[rank] is None else str(how_it_ended(codes[rank] or 0))
-        for rank in _blamed(root, first) or _blamed(root, soon_after) or first
-    }
+    codes, ends = soon_after | first, dict[int, str]()
+    for rank in _blamed(root, first) or _blamed(root, soon_after) or first:
+        if (code := codes[rank]) is None:
+            ends[rank] = f"it did not end within {limit_s:.0f} s{stuck_at(root / f'log-{rank}')}"
+        else:
+            ends[rank] = str(describe_exit_code(code))
+    return ends
 
 
 def _blamed(root: Path, ranks: Iterable[int]) -> dict[int, str]:
-    """Those of some ranks that failed by themselves, with what they said."""
+    """The messages of those ranks that failed by themselves."""
     messages = {rank: exit_report_of(root / f"report-{rank}.json").message for rank in ranks}
-    return failure_messages({rank: message or last_words(root / f"log-{rank}") for rank, message in messages.items()})
+    return failure_messages({rank: message or tail_of_log(root / f"log-{rank}") for rank, message in messages.items()})
 
 
 def failure_messages(messages: Mapping[int, str]) -> dict[int, str]:
-    """The messages of ranks that failed by themselves: those that only lost another one are left out."""
+    """The messages of ranks that failed by themselves, without ranks that only lost the connection to another one."""
     return {rank: message for rank, message in messages.items() if not _LOST.search(message)}
 
 
@@ -198,27 +196,27 @@ Codes = dict[int, int | None]
 def wait(
     ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
 ) -> tuple[Codes, Codes]:
-    """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
+    """Exit codes of the ranks that failed first, or None for those running at the deadline; and of all soon after.
 
-    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it. OVER_MEMORY stands for
-    ranks that were running when they took more memory together than they may. At the deadline their logs get the
-    stacks of their threads.
+    Empty if all went well. A rank that waits for a failing one may end before it. OVER_MEMORY replaces the exit code of
+    ranks that together exceeded their memory. At the deadline the stacks of all threads are written into the logs.
     """
-    most, look_at = memory_limit(free_memory()), time.monotonic()
+    limit, next_measurement = memory_limit(free_memory()), time.monotonic()
     while True:
         codes = _codes(ranks, processes, scratch)
+        running = [rank for rank, code in codes.items() if code is None]
         if failed := _failed(codes):
             time.sleep(_GRACE_SECONDS if len(ranks) > 1 else 0)
             return failed, _failed(_codes(ranks, processes, scratch))
-        if all(code == 0 for code in codes.values()):
+        if not running:
             return {}, {}
-        if most and time.monotonic() >= look_at:
-            if takes_more_than(most, processes.values()):
-                return {rank: OVER_MEMORY for rank, code in codes.items() if code is None}, {}
-            look_at = time.monotonic() + _MEMORY_SECONDS
+        if limit and time.monotonic() >= next_measurement:
+            if exceeds_memory(limit, processes.values()):
+                return dict.fromkeys(running, OVER_MEMORY), {}
+            next_measurement = time.monotonic() + _MEMORY_SECONDS
         if time.monotonic() > deadline:
             ask_for_stacks(processes.values())
-            return {rank: None for rank, code in codes.items() if code is None}, {}
+            return dict.fromkeys(running), {}
         time.sleep(0.1)
 
 
@@ -227,18 +225,15 @@ def _failed(codes: Codes) -> Codes:
 
 
 def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> Codes:
-    """Exit codes of ranks: as their parent wrote them down, or of their own processes; None while they run."""
+    """Exit codes of ranks: from their parent's files, or of their own processes; None while they run."""
     files = {rank: scratch / f"exit-{rank}" for rank in ranks}
     ended = {rank: process.poll() for rank, process in processes.items()}
     return {rank: int(file.read_text()) if file.exists() else ended.get(rank) for rank, file in files.items()}
 
 
-def last_words(log: Path) -> str:
-    """The last exception in a log with the place it came from, or the last lines where there is none; on one line.
-
-    An engine's own log, whose lines begin with `[`, may go on after the exception.
-    """
-    text = log.read_text(errors="replace") if log.exists() else ""  # a rank that was not forked yet has none
+def tail_of_log(log: Path) -> str:
+    """The last exception in a log with its place, or the last lines. An engine's own log lines begin with `[`."""
+    text = log.read_text(errors="replace") if log.exists() else ""  # missing for a rank that was not forked yet
     lines = [line for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:

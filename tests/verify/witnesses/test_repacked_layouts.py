@@ -20,13 +20,15 @@ from ckptkit.verify.witnesses.loading.examine import examine
 from ckptkit.verify.witnesses.loading.job import LoadReport
 from ckptkit.verify.witnesses.loading.layouts.layout import (
     LayerOutcome,
+    absorbed,
+    fp8_blocks,
     not_kept,
+    products,
     reordered,
     swapped_halves,
     unknown_layout,
 )
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
-from ckptkit.verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.sglang import adapter
 
@@ -162,7 +164,12 @@ def taken_away(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(padded, None), (padded_with_a_number, "1 512 [0 70] 1.0 0.0"), (next_bit, "1 256 [3 5]"), (taken_away, "there")],
+    [
+        (padded, None),
+        (padded_with_a_number, "1 512 [0 70] 1.0 0.0"),
+        (next_bit, "1 256 [3 5]"),
+        (taken_away, "removed"),
+    ],
 )
 def test_marlins_layout_is_compared_bit_by_bit_with_its_padding(change: Change, words: str | None) -> None:
     """As an engine repacks into it, with sizes that are whole tiles."""

@@ -16,8 +16,8 @@ from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import ExitReport, exit_report_path
-from ckptkit.verify.witnesses.registry import ENGINES, live_engine, programs_not_asked, with_implied
-from ckptkit.verify.witnesses.runner import Answer, last_words, read_answer
+from ckptkit.verify.witnesses.registry import ENGINES, live_engine, programs_not_used, with_implied
+from ckptkit.verify.witnesses.runner import Answer, read_answer, tail_of_log
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def test_a_rank_that_only_lost_another_is_left_out(lost: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "to_blame"), [((False, False), 0), ((False, True), 1), ((True, True), 0), ((True, False), 0)]
+    ("verdicts", "failing_rank"), [((False, False), 0), ((False, True), 1), ((True, True), 0), ((True, False), 0)]
 )
-def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts: tuple[bool, bool], to_blame: int) -> None:
+def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts: tuple[bool, bool], failing_rank: int) -> None:
     failures = {rank: ExitReport("loading", str(rank), verdict) for rank, verdict in enumerate(verdicts)}
     answer = Answer[Found]({}, failures)
-    assert (answer.to_blame, answer.failure) == (to_blame, failures[to_blame])
+    assert (answer.failing_rank, answer.failure) == (failing_rank, failures[failing_rank])
 
 
 def test_a_report_that_is_required_and_missing_is_inconclusive() -> None:
@@ -107,7 +107,7 @@ LOGS = {
 @pytest.mark.parametrize(("log", "words"), LOGS.items())
 def test_the_last_exception_of_a_log_or_else_its_last_lines_are_quoted(log: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(log)
-    assert last_words(tmp_path / "log") == words
+    assert tail_of_log(tmp_path / "log") == words
 
 
 class Place(NamedTuple):
@@ -162,7 +162,7 @@ def test_every_engine_has_its_stage_option_and_checks() -> None:
 )
 def test_updates_imply_a_live_engine_and_logits_do_not(asked: set[str], implied: set[str], unasked: list[str]) -> None:
     found = with_implied(frozenset(asked))
-    assert (found, programs_not_asked(found)) == (implied, unasked)
+    assert (found, programs_not_used(found)) == (implied, unasked)
 
 
 def test_the_engine_is_vllm_where_that_alone_is_asked() -> None:

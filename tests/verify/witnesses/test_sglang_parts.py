@@ -26,7 +26,7 @@ from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses import runner
 from ckptkit.verify.witnesses.loading.bits import difference, poison, poisoned
 from ckptkit.verify.witnesses.loading.compare import Loaded
-from ckptkit.verify.witnesses.loading.job import DROPPED, LoadReport, Observation
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
 from ckptkit.verify.witnesses.loading.run import run_engine_load
 from ckptkit.verify.witnesses.process.interpreter import Interpreter
 from ckptkit.verify.witnesses.sglang.adapter import left_empty
@@ -73,7 +73,7 @@ def test_a_dead_router_is_seen_in_any_float(dtype: torch.dtype) -> None:
     """FP8 has neither `isfinite` nor an order."""
     for values, seen in (([1.0, 2.0], []), ([1.0, 1.0], [text_with("1.0")]), ([0.0, 0.0], [text_with("zero")])):
         router, whole = torch.tensor(values).to(dtype), SimpleNamespace(of=lambda held: held)
-        loaded: Any = SimpleNamespace(tensors={"p": router}, routers=lambda: ["r"], place=lambda _: ("p", whole))  # noqa: B023
+        loaded: Any = SimpleNamespace(tensors={"p": router}, routers=lambda: ["r"], locate=lambda _: ("p", whole))  # noqa: B023
         assert [one.what for one in Loaded.dead_routers(loaded)] == seen
 
 
@@ -145,7 +145,7 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(
         edit_json(path / "config.json", quantization_config=int4_config(["lm_head"], 32))
     names = ("2.mlp.up_proj", "3.mlp.gate_proj", "5.mlp.x", "5.self_attn.q_proj")
     by_list, by_step, sparse, attention = every = [f"model.layers.{name}.weight" for name in names]
-    seen = tuple(Observation(name, name, DROPPED) for name in every)
+    seen = tuple(Observation(name, name, "dropped", is_dropped=True) for name in every)
     subject = Subject(path, options=AGAINST)
     report = LoadReport("0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, dropped=seen)
     subject._results[run_engine_load, SGLANG] = answered(report)

@@ -134,7 +134,7 @@ def test_casts_and_bits_in_another_dtype() -> None:
     assert counts(placed(parameters, tensors, cast), tensors) == {"bits": 24, "cast": 24}
 
 
-@pytest.mark.parametrize(("behind", "wrong"), [(0, []), (1, [text_with("96 0 nowhere")])])
+@pytest.mark.parametrize(("behind", "wrong"), [(0, []), (1, [text_with("96 0 written")])])
 def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) -> None:
     """Kimi K3 stores a number a head for 128, and has 96 heads. An engine may hold these alone."""
     name, config = "language_model.model.layers.0.self_attn.A_log", HF_CASES["kimi_k3"].config().to_dict()

@@ -14,8 +14,8 @@ from ckptkit.verify.witnesses.process.exit_report import (
     ExitReport,
     Phase,
     PhaseLog,
+    describe_exit_code,
     exit_report_of,
-    how_it_ended,
     is_verdict,
 )
 from ckptkit.verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
@@ -212,5 +212,9 @@ def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_insta
 
 
 def test_the_end_of_a_process_in_words() -> None:
-    assert [how_it_ended(0), how_it_ended(1), how_it_ended(-11)] == [None, "exit code 1", "killed by SIGSEGV"]
-    assert how_it_ended(-9) == text_with("killed SIGKILL memory")
+    assert [describe_exit_code(0), describe_exit_code(1), describe_exit_code(-11)] == [
+        None,
+        "exit code 1",
+        "killed by SIGSEGV",
+    ]
+    assert describe_exit_code(-9) == text_with("killed SIGKILL memory")

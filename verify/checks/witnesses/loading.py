@@ -42,7 +42,7 @@ from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
 from ckptkit.verify.quirks import quirks
 from ckptkit.verify.witnesses.loading.engine import EngineFacts
 from ckptkit.verify.witnesses.loading.job import NUMBER, LoadReport, Observation
-from ckptkit.verify.witnesses.loading.names import of_draft, routers
+from ckptkit.verify.witnesses.loading.names import draft_prefixes, routers
 from ckptkit.verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
 from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.registry import ENGINES

@@ -1,1 +1,1 @@
-"""A live engine: what it answers, and what it holds after weight updates. Knows no engine by name."""
+"""A live engine: its answers, and its weights after updates. Engines are adapters."""

@@ -1,4 +1,4 @@
-"""What a live engine is asked to do, and what it showed."""
+"""The job of a live engine, and its report."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from ckptkit.verify.witnesses.reference.job import Ids, Judged
 
-FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
+FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; other passes have names of steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name
-DRAFT = "draft."  # stands before names of a draft model's tensors, as in SGLang's own checksums
+DRAFT = "draft."  # prefix of the names of a draft model's tensors, as in SGLang's own checksums
 
 
 @dataclass(frozen=True)
 class EngineJob:
-    """An engine serves an HF directory."""
+    """Serve an HF directory with an engine."""
 
     checkpoint: str
     prompts: Ids  # token ids to answer
-    report: str = ""  # read-backs are written beside it
+    report: str = ""  # read-backs are written to the same directory
     sizes: EngineSizes = ONE_RANK
-    update: bool = False  # the whole checkpoint is loaded again, twice by tensor and twice from disk
-    release_resume: bool = False  # memory is released and resumed, then weights are updated
-    draft: bool = False  # it decodes speculatively, with the directory's multi-token prediction layers
+    update: bool = False  # load the complete checkpoint again, twice by tensor and twice from disk
+    release_resume: bool = False  # release and resume memory, then update weights
+    draft: bool = False  # decode speculatively, with the directory's multi-token prediction layers
     adapter: str = ""  # the module that starts it (`live.server.LiveAdapter`)
 
     @property
@@ -34,25 +34,23 @@ class EngineJob:
 
 @dataclass(frozen=True)
 class Reload:
-    """What a second load left. Tensors by the engine's names."""
+    """The result of a second load. Tensors have the engine's names."""
 
     name: str
-    refused: str = ""  # why it did not load
-    changed: Sequence[str] = ()  # found by our read-back unlike those of the first load
-    unequal: Sequence[str] = ()  # named by the engine's own checker
-    tried: bool = True  # False: not, since that would end the engine
+    refused: str = ""  # the reason why it did not load
+    changed: Sequence[str] = ()  # differences from the first load, by our read-back
+    unequal: Sequence[str] = ()  # differences by the engine's own checker
+    tried: bool = True  # False if a try would end the engine
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What a live engine showed."""
-
     version: str
     device: str
-    passes: Mapping[str, Sequence[Judged]]  # the answers to all prompts, by when they were given
-    held: int = 0  # how many tensors are read back of all ranks
+    passes: Mapping[str, Sequence[Judged]]  # the answers to all prompts, by the name of the pass
+    held: int = 0  # number of tensors read back from all ranks
     held_bytes: int = 0
-    volatile: Sequence[str] = ()  # what changes between requests, such as a kernel's workspace; not in `Reload`
+    volatile: Sequence[str] = ()  # tensors that change between requests, such as a kernel's workspace; not in `Reload`
     reloads: Sequence[Reload] = ()
-    complete: bool = False  # False: the engine died in a later step
-    draft_held: int = 0  # of `held`, those of a draft model, whose names begin with DRAFT
+    complete: bool = False  # False if the engine died in a later step
+    draft_held: int = 0  # number of tensors in `held` with the prefix DRAFT

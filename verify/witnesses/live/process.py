@@ -1,12 +1,10 @@
 """A live engine as a witness: `python -m ckptkit.verify.witnesses.live.process JOB.json` serves it and reports.
 
-The engine answers the prompts; then, as asked, the whole checkpoint is pushed into it again through the requests that
-trainers use, and everything that it holds is read back and compared with what it held after its first load. The
-engine's own checker compares too, where it has one. Parameters are poisoned before the first update of a kind, so what
-an update leaves out shows.
+The engine answers the prompts. Then the checkpoint is pushed into it again through the requests of trainers, and its
+tensors are read back and compared with the first load, also by the engine's own checker if it has one. Parameters are
+poisoned before the first update of a kind, which reveals tensors without an update.
 
-Engines are imported inside functions alone. Nothing that an engine does is a verdict by itself: one that dies makes the
-report inconclusive.
+Engines are imported only inside functions. No exception of an engine is a verdict: the report is then inconclusive.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 
 
 def run(job: EngineJob, phases: PhaseLog) -> None:
-    """Starts the engine and does what the job asks; saves the report after each step. Raises whatever it raises."""
+    """Starts the engine and runs the job; saves the report after each step. Raises whatever the engine raises."""
     phases.enter(Phase("starting the engine"))
     adapter: LiveAdapter = import_module(job.adapter)
     server = adapter.serve(job, HfCheckpoint(job.checkpoint))
@@ -39,7 +37,7 @@ def run(job: EngineJob, phases: PhaseLog) -> None:
 
 
 def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> Iterator[EngineReport]:
-    """The report so far, after the first answers and after each step; the last one is complete."""
+    """The report after the first answers and after each step; the last one is complete."""
     phases.enter(Phase("reading back the engine's weights"))
     first = server.held() if job.reloads else {}
     phases.enter(Phase("answering prompts"))
@@ -67,15 +65,12 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> 
         yield report
         refused = bool(reload.refused)
         if reload.refused and reload.tried:
-            break  # what it holds now is not known
+            break  # its weights are now undefined
     yield replace(report, complete=True)
 
 
 def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
-    """Names of steps, and the methods of Server that each is made of.
-
-    Resuming comes last: what it loses, no later step gives back.
-    """
+    """Names of steps, and the methods of Server that each consists of. Resuming is last, since it loses tensors."""
     if job.update:
         yield "updating by tensor over poison", ("snapshot_and_poison", "update_by_tensor")
         yield "updating by tensor again", ("update_by_tensor",)
@@ -88,19 +83,18 @@ def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
 def _reload(
     name: str, step: Sequence[str], server: Server, first: Mapping[str, tuple[str, int]], volatile: Sequence[str]
 ) -> Reload:
-    """Does a step and compares. A reload that is refused leaves nothing to compare."""
-    checked = step[0] == "snapshot_and_poison"
+    """Runs a step and compares. A refused reload leaves nothing to compare."""
     try:
         for method in step:
             getattr(server, method)()
     except RefusedByEngine as refusal:
         return Reload(name, refused=words_of(refusal), tried=not isinstance(refusal, NotTried))
-    unequal = server.check("compare") if checked else []
+    unequal = server.check("compare") if step[0] == "snapshot_and_poison" else []
     return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)
 
 
 def _changed(before: Mapping[str, tuple[str, int]], after: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Names of what is not in both with the same digest."""
+    """Names that are not in both mappings with the same digest."""
     return sorted({name for name, _ in before.items() ^ after.items()})
 
 

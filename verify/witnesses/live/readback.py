@@ -1,8 +1,4 @@
-"""The bits of everything that a model holds, and its poison; runs inside an engine's ranks.
-
-Engines' own checkers leave out rotary caches and tensors that are plain attributes of modules, such as the matrices
-that latent attention computes after loading. This reads them too.
-"""
+"""Reads or poisons all tensors of a model inside an engine's ranks, also those that engines' own checkers omit."""
 
 from __future__ import annotations
 
@@ -15,26 +11,21 @@ from torch import Tensor, nn
 from ckptkit.storage.buffers import bytes_of
 from ckptkit.verify.witnesses.loading.bits import poison
 
-_CACHES = ("kv_cache",)  # attributes with what requests leave
+_CACHES = ("kv_cache",)  # attributes that requests change
 
 
 def fill(model: nn.Module, has_default: Callable[[str], bool]) -> None:
-    """Poisons every parameter: resumed memory may hold what was there before, and hide what an update leaves out."""
+    """Poisons every parameter: resumed memory may hold its former values, and hide tensors without an update."""
     poison(parameter.detach() for name, parameter in model.named_parameters() if not has_default(name))
 
 
-def described_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
+def describe_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Digest and bytes of every parameter, buffer and tensor attribute of every module, by its first name."""
-    found: dict[str, tuple[str, int]] = {}
+    described: dict[str, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
-        own = {**module._parameters, **module._buffers, **vars(module)}
-        for name, tensor in own.items():
+        for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():
             if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name not in _CACHES:
-                found[f"{prefix}.{name}".lstrip(".")] = described_tensor(tensor.detach()), tensor.nbytes
-    return found
-
-
-def described_tensor(tensor: Tensor) -> str:
-    """dtype, shape and BLAKE3 of the values in row-major order."""
-    values = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {blake3(bytes_of(values)).hexdigest()}"
+                values = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+                digest = f"{tensor.dtype} {list(tensor.shape)} {blake3(bytes_of(values)).hexdigest()}"
+                described[f"{prefix}.{name}".lstrip(".")] = digest, tensor.nbytes
+    return described

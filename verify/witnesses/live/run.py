@@ -1,4 +1,4 @@
-"""Starts a live engine in a process of its own, and turns what becomes of it into data."""
+"""Starts a live engine in a process of its own, and returns its report or the reason for none."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PASSES = 8  # over the weights, at most
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What a live engine was asked, and what became of it."""
+    """The prompts of a live engine and its report."""
 
-    report: EngineReport | None  # as far as it came
+    report: EngineReport | None  # may be incomplete
     prompts: Ids = ()
-    failed: ExitReport | str | None = None  # why the report is missing or not complete
+    failed: ExitReport | str | None = None  # the reason why the report is missing or incomplete
 
     def require_report(self) -> EngineReport:
-        """The report. Raises CannotCheck where there is none."""
+        """The report. Raises CannotCheck if it is missing."""
         if self.report is None:
             raise CannotCheck(str(self.failed or "the engine gave no report"))
         return self.report
@@ -44,44 +44,36 @@ class EngineRun:
 
 @once
 def run_engine(subject: Subject) -> EngineRun:
-    """Serves the subject with a real engine and does what was asked.
-
-    Raises CannotCheck where that cannot be done here.
-    """
+    """Serves the subject with a real engine and runs the requested steps. Raises CannotCheck if it cannot."""
     return _served(subject, draft=False)
 
 
 @once
 def run_draft_engine(subject: Subject) -> EngineRun | None:
-    """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
-
-    None where it holds no such layers, and for an engine whose draft models are not updated here. This engine answers
-    no prompts: those are the model's own business. Raises CannotCheck where that cannot be done here.
-    """
+    """Loads weights again with a draft model of the checkpoint, or returns None without one. Raises CannotCheck."""
     if not running_engine(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
         return None
     return _served(subject, draft=True)
 
 
 def running_engine(subject: Subject) -> EngineFacts:
-    """The engine that serves the subject."""
     return live_engine(subject.against)
 
 
 def _served(subject: Subject, draft: bool) -> EngineRun:
     engine = running_engine(subject)
-    sizes = _sizes(engine, subject)
+    sizes = _check_sizes(engine, subject)
     config = config_of(subject)
     check_class(engine, config)
     logits = "logits" in subject.against and not draft
-    again = no_second_load(subject) is None
+    reloads = no_second_load(subject) is None
     prompts = [] if draft else prompts_of(config, logits)
     job = EngineJob(
         str(subject.path),
         prompts,
         sizes=sizes,
-        update=again and "update" in subject.against,
-        release_resume=again and "release-resume" in subject.against,
+        update=reloads and "update" in subject.against,
+        release_resume=reloads and "release-resume" in subject.against,
         draft=draft,
         adapter=engine.live,
     )
@@ -95,19 +87,19 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 @once
 def no_second_load(subject: Subject) -> str | None:
-    """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
+    """The reason, known before the start, why the engine cannot be updated with this checkpoint, or None."""
     engine = running_engine(subject)
-    if not (other := engine.not_reloadable(subject.hf_files.specs)):
+    if not (names := engine.not_reloadable(subject.hf_files.specs)):
         return None
     return (
         f"not tried, since {engine.label} cannot load INT4 layers other than routed experts a second time: "
-        f"{summarize(other)}; leave only experts in INT4 (`ckptkit quantize --preset rl`)"
+        f"{summarize(names)}; leave only experts in INT4 (`ckptkit quantize --preset rl`)"
     )
 
 
 @once
 def run_engine_reference(subject: Subject) -> Reference:
-    """What transformers makes of the checkpoint for what the engine was asked. Raises CannotCheck."""
+    """transformers' answers to the engine's prompts. Raises CannotCheck."""
     run = run_engine(subject)
     report = run.require_report()
     check_reference(subject, run.prompts)
@@ -122,7 +114,7 @@ def run_engine_reference(subject: Subject) -> Reference:
     return run_reference(subject, job)
 
 
-def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
+def _check_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     """The engine's sizes. Raises CannotCheck unless an engine can serve the subject here."""
     import torch
 
@@ -134,7 +126,5 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     if (sizes := engine_sizes(engine, subject)) is None:
         raise CannotCheck(f"{engine.label} has no such sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
-        raise CannotCheck(
-            f"needs CUDA: one GPU a rank for {sizes.ranks}, and there are {torch.cuda.device_count()} here"
-        )
+        raise CannotCheck(f"needs CUDA: one GPU a rank for {sizes.ranks}, and {torch.cuda.device_count()} are here")
     return sizes

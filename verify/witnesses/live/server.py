@@ -1,4 +1,4 @@
-"""What each engine offers behind a live witness, and what its servers share."""
+"""The protocol of engines that a live witness serves, and helpers that their servers share."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ Held = Mapping[str, tuple[str, int]]  # digest and bytes, by rank and name
 
 
 class RefusedByEngine(Exception):  # noqa: N818
-    """The engine answered that it did not do what was asked; the message is its own."""
+    """The engine refused a request; the message is its own."""
 
 
 class NotTried(RefusedByEngine):
-    """A request that is known to end this engine was not sent; the message says why."""
+    """A request that is known to end this engine was not sent; the message has the reason."""
 
 
 class Server(Protocol):
-    """A running engine and the requests that the witness sends."""
+    """A running engine and the requests of the witness."""
 
     def stop(self) -> None:
         """Ends the engine."""
 
     def answers(self) -> list[Judged]:
-        """What the model makes of each prompt."""
+        """The model's log-probabilities for each prompt."""
 
     def held(self) -> Held:
-        """Everything that all ranks hold; DRAFT before names of a draft model. Raises CkptkitError unless each does."""
+        """All tensors of all ranks, with the prefix DRAFT for a draft model's. Raises CkptkitError unless complete."""
 
     def check(self, action: str) -> Sequence[str]:
-        """The engine's own checker, of one that has it: `compare` gives the names of unequal tensors."""
+        """Runs the engine's own checker, if it has one: `compare` returns the names of unequal tensors."""
 
     def update_by_tensor(self) -> None:
-        """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
+        """Sends the complete checkpoint in buckets, as a trainer does. Raises RefusedByEngine."""
 
     def update_from_disk(self) -> None:
-        """The directory again. Raises Refused."""
+        """Loads the directory again. Raises RefusedByEngine."""
 
     def release_and_resume(self) -> None:
-        """Gives weights and cache back, and takes memory for them again, which then holds poison. Raises Refused."""
+        """Releases weights and cache, allocates their memory again, and poisons it. Raises RefusedByEngine."""
 
     def snapshot_and_poison(self) -> None:
-        """The engine's own checker remembers every tensor; then every parameter is poisoned."""
+        """Has the engine's own checker copy every tensor, then poisons every parameter."""
 
 
 class LiveAdapter(Protocol):
-    """A module that starts engines of one kind. Its phases' exceptions are no verdict."""
+    """A module that starts engines of one kind. Exceptions in its phases are no verdict."""
 
     def serve(self, job: EngineJob, checkpoint: HfCheckpoint) -> Server:
-        """Raises CkptkitError where the engine cannot do what the job asks."""
+        """Starts the engine. Raises CkptkitError if it cannot run the job."""
 
     def version(self) -> str:
-        """Its release."""
+        """The engine's release."""
 
 
 def buckets(checkpoint: HfCheckpoint) -> Iterator[list[tuple[str, Tensor]]]:
-    """Every tensor once, in lists of at least BUCKET_BYTES, the last one less."""
+    """Every tensor once, in lists of at least BUCKET_BYTES, the last one smaller."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in chain.from_iterable(checkpoint.read(names).items() for names in checkpoint.groups):

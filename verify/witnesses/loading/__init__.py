@@ -1,4 +1,1 @@
-"""What an engine's own loader made of a checkpoint: every write traced, placed, and compared bit for bit.
-
-Knows no engine: each is an adapter behind the protocol in `engine.py`.
-"""
+"""Loading of a checkpoint by an engine's own loader: every write is traced, placed, and compared bit for bit."""

@@ -1,4 +1,4 @@
-"""The bits of tensors: a poison that shows what a loader never wrote, and exact comparison."""
+"""The bits of tensors: a poison that reveals unwritten elements, and exact comparison."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ckptkit.verify.evidence.extremes import as_integers
 
-# By bytes an element. Floats: a NaN that no computation makes. Integers: an unlikely number. A file may hold it all the
-# same, so what still has the poison is compared with the file before it is called unwritten.
+# By bytes of an element. For floats a NaN that no computation returns, for integers an unlikely number. Files may
+# contain it, so poisoned elements are compared with the file before they are called unwritten.
 _POISON = {1: 0x7F, 2: 0x7FFD, 4: 0x7FFDBEEF, 8: 0x7FFDBEEF7FFDBEEF}
 
 
@@ -20,24 +20,24 @@ def poison(tensors: Iterable[Tensor]) -> None:
 
 
 def poisoned(tensor: Tensor) -> Tensor:
-    """Which elements hold the poison: bool, of the tensor's shape."""
+    """A mask of the elements that hold the poison: bool, of the tensor's shape."""
     return as_integers(tensor) == _POISON[tensor.element_size()]
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements of two tensors of one shape and dtype differ in a bit: NaN equals NaN, 0.0 differs from -0.0."""
+    """A mask of the elements of two tensors of one shape and dtype that differ in a bit, as 0.0 and -0.0 do."""
     return as_integers(one) != as_integers(other)
 
 
 def difference(actual: Tensor, expected: Tensor) -> str | None:
-    """How two tensors of one dtype differ, for people; None when they are equal bit for bit."""
+    """Describes the difference of two tensors of one dtype, or None if they are equal bit for bit."""
     if actual.shape != expected.shape:
         return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
     return first_wrong(unequal(actual, expected), actual, expected, "elements differ")
 
 
 def first_wrong(wrong: Tensor, actual: Tensor, expected: Tensor, words: str) -> str | None:
-    """Says how many elements are wrong, and which is the first; None where none is."""
+    """Describes the number of wrong elements and the first of them, or None without any."""
     if not (count := int(wrong.sum())):
         return None
     at = wrong.nonzero()[0].tolist()

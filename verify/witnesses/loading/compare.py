@@ -1,4 +1,4 @@
-"""Compares what a loaded model holds with the tensors that were loaded, where `placement` saw them go."""
+"""Compares the tensors that a loaded model holds with the checkpoint's, at the places that `placement` recorded."""
 
 from __future__ import annotations
 
@@ -22,78 +22,71 @@ from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.witnesses.loading.bits import difference, poisoned
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild
-from ckptkit.verify.witnesses.loading.job import DROPPED, LoadReport, Observation
-from ckptkit.verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.loading.names import draft_names, draft_prefixes, padded_names, promised_names, routers
 from ckptkit.verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
 from ckptkit.verify.witnesses.loading.region import Region, covered
 
-_OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
+_QUANTIZED_PARTS = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 _MATRICES = ("w13_", "w2_")  # of experts
 _WEIGHTS = ("weight", WEIGHT_PACKED)
-_TAIL = 2  # components of a name that engines leave as they are: module and leaf
+_TAIL = 2  # components of a name that engines do not change: module and leaf
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was loaded, what went where, and the report on it.
-
-    `target`: the loaded model that this one drafts for, or None if it is no draft model. A draft model has only
-    multi-token prediction layers; `tensors` are then without those of its target, and `sizes` without other layers.
-    """
+    """A loaded model, the place of each tensor in it, and the report on it."""
 
     engine: Engine
     build: ModelBuild
     model: nn.Module
     tensors: Mapping[str, Tensor]  # its parameters and persistent buffers
     placement: Placement
-    sizes: Mapping[str, int]  # how many elements each tensor had that was given
+    sizes: Mapping[str, int]  # elements of each tensor of the checkpoint that was passed to the engine
     report: LoadReport
-    target: Loaded | None = None
+    target: Loaded | None = None  # of a draft model; `tensors` and `sizes` are then without the target's
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The checkpoint's config."""
         return self.build.config
 
-    def compare(self, wanted: Callable[[str], bool] = lambda param: True) -> list[str]:
-        """Compares each tensor of the reference with every place it went to in `wanted` parameters, bit for bit.
+    def compare(self, selects: Callable[[str], bool] = lambda param: True) -> list[str]:
+        """Compares each reference tensor bit for bit with all its places in selected parameters. Returns their names.
 
-        Returns their names.
-
-        The report gets `equal`, `differing`, `rounded` and `computed`. Not compared is `weight_shape`: engines never
-        use it, keep only the last of a fused layer's shards, and round those of experts to the model's dtype.
+        Fills `equal`, `differing`, `rounded` and `computed` of the report. Skips `weight_shape`: engines never use it,
+        keep only the last of a fused layer's shards, and round those of experts to the model's dtype.
         """
         report, names = self.report, list[str]()
-        differing, rounded, known = list[Observation](), list[Observation](), set[str]()
+        differing, rounded, explained = list[Observation](), list[Observation](), set[str]()
         for name, tensor in self.build.reference():
             names.append(name)
             if name.endswith(f".{WEIGHT_SHAPE}"):
                 continue
-            pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
-            found = [one for piece in pieces if (one := self.differs(piece, tensor))]
-            made = dict(self.computed(name, tensor))
-            found += [
-                Observation(name, param, "other values than it is computed to") for param in made if not made[param]
-            ]
-            known |= {param for param, right in made.items() if right}
+            pieces = [piece for piece in self.placement.pieces.get(name, ()) if selects(piece.param)]
+            faults = [fault for piece in pieces if (fault := self.differs(piece, tensor))]
+            computed = dict(self.computed(name, tensor))
+            for param, is_right in computed.items():
+                if is_right:
+                    explained.add(param)
+                else:
+                    faults.append(Observation(name, param, "differs from the values computed from it"))
             if name in self.in_padding and not self.padded[name].is_padded(tensor):
-                lost = f"the values behind the first {self.padded[name].size} are not 0, and are nowhere"
-                found.append(Observation(name, self.placement.pieces[name][0].param, lost))
-            if found:
-                differing.append(found[0])
-            elif pieces or made or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
+                lost = f"the values behind the first {self.padded[name].size} are not 0 and were not written"
+                faults.append(Observation(name, self.placement.pieces[name][0].param, lost))
+            if faults:
+                differing.append(faults[0])
+            elif pieces or computed or (selects(name) and self.is_covered(name, tensor)):
                 report.equal[name] = tensor.nbytes
-                rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
+                rounded += [loss for piece in pieces[:1] if (loss := _rounding(piece, tensor))]
         report.differing, report.rounded = tuple(differing), tuple(rounded)
-        report.computed = tuple(one for one in self.placement.computed if one not in known)
+        report.computed = tuple(param for param in self.placement.computed if param not in explained)
         return names
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
-        """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right.
+        """Parameters that were computed only from this tensor by a known formula, and whether their values are right.
 
-        Of a Mamba mixer's `A_log` that is A = -exp(A_log), within what one exponential of another device may be off.
-        Source: SGLang `layers/attention/mamba/mamba.py` and vLLM `layers/mamba/mamba_mixer2.py`,
-        `composed_weight_loader`.
+        Covers `A_log` of a Mamba mixer, A = -exp(A_log), with the tolerance of one exponential on another device.
+        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM `mamba_mixer2.py` there.
         """
         if not name.endswith((".mixer.A_log", ".mamba.A_log")):
             return
@@ -104,26 +97,26 @@ class Loaded:
                 yield param, torch.allclose(held.float(), expected.to(held.device), rtol=1e-6, atol=0)
 
     def promised(self) -> Iterable[str]:
-        """Every HF name that may belong here, without the copies of tensors that a target shares."""
+        """Every HF name that may belong to this model, without a draft model's copies of its target's tensors."""
         names = promised_names(self.config)
         if self.target is None:
             return names
         return (name for name in draft_names(self.config, names) if name not in self.copies)
 
     def concerns(self, name: str) -> bool:
-        """Whether a tensor belongs here, and not to a draft model or to what is only carried along.
+        """Whether a tensor belongs to this model, not to a draft model or a tower that is only copied.
 
-        Scales and codes of a tower that is carried do: engines load the weight beside them, and without them as other
-        numbers. A draft model's own copies of what its target shares do where the engine was given them.
+        The scales and codes of a copied tower belong: engines load its weights, and misread them without these. A draft
+        model's copies of its target's tensors belong if the engine was given them.
         """
         if self.target is not None:
             return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self.copies)
-        carried = family_of(self.config).carries(name) and not name.endswith(_OF_QUANTIZED)
+        carried = family_of(self.config).carries(name) and not name.endswith(_QUANTIZED_PARTS)
         return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
 
     @cached_property
     def carried_drafts(self) -> tuple[str, ...]:
-        """How the names of multi-token prediction layers begin that no Megatron holds, and so no rule is for."""
+        """Prefixes of multi-token prediction layers that no Megatron model holds, so that no rule covers them."""
         family = family_of(self.config)
         if (release := family.release) is None:
             return ()
@@ -132,42 +125,36 @@ class Loaded:
 
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:
-        """How the names of multi-token prediction layers begin."""
-        return of_draft(self.config)
+        return draft_prefixes(self.config)
 
     @cached_property
     def copies(self) -> Mapping[str, str]:
-        """A draft model's copies of tensors that its target shares, with the names of these."""
+        """Maps a draft model's copy of a tensor to the target's tensor that it shares."""
         return {} if self.target is None else copies_of(self.config)
 
     def routers(self) -> Sequence[str]:
-        """The HF names of the routers that belong here."""
         return routers(self.config, draft=self.target is not None)
 
     def holds(self, pieces: Collection[Piece], tensor: Tensor) -> bool:
-        """Whether there are pieces, and all of them have the bits of a tensor."""
+        """Whether a tensor has pieces and all of them hold its bits."""
         return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
-    def is_shared(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor that was not written stands in the parameter of its own name, which another was written to.
+    def is_covered(self, name: str, tensor: Tensor) -> bool:
+        """Whether the model holds an unwritten tensor's values all the same."""
+        return self.is_shared(name, tensor) or self.is_repeated(name, tensor)
 
-        That is the output layer where the engine's class ties it, whatever the release ships. Of a draft model: whether
-        it repeats a tensor that the target shares.
-        """
+    def is_shared(self, name: str, tensor: Tensor) -> bool:
+        """Whether an unwritten tensor equals its target's, or the one in the parameter of its name (if tied)."""
         if self.target is not None:
             return self.target.holds(self.target.placement.pieces.get(self.copies.get(name, ""), ()), tensor)
         if (own := self.tensors.get(name)) is None:
             return False
         shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
-        return self.holds(
-            [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared], tensor
-        )
+        pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
+        return self.holds(pieces, tensor)
 
     def is_repeated(self, name: str, tensor: Tensor) -> bool:
-        """Whether a scale [] that was not written equals that of the part of its layer whose scale was.
-
-        SGLang takes that of q_a_proj for both first projections of latent attention.
-        """
+        """Whether an unwritten scale [] equals that of latent attention's other first projection, as SGLang assumes."""
         module, _, leaf = name.rpartition(".")
         parent, _, projection = module.rpartition(".")
         if tensor.dim() or projection not in LATENT_DOWN:
@@ -176,21 +163,21 @@ class Loaded:
         return self.holds([piece for one in names for piece in self.placement.pieces.get(one, ())], tensor)
 
     def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
-        """What is wrong in a piece, held against the tensor as the reference has it."""
+        """The difference between a piece in the model and the reference tensor, or None if they are equal."""
         if (parameter := self.tensors.get(piece.param)) is None:
-            return Observation(piece.tensor, piece.param, f"{self.engine.FACTS.label} has taken it away")
+            return Observation(piece.tensor, piece.param, f"{self.engine.FACTS.label} removed the parameter")
         if tensor.numel() != self.sizes[piece.tensor]:
-            what = f"{self.sizes[piece.tensor]} elements were given, {tensor.numel()} are in the source"
+            what = f"{self.sizes[piece.tensor]} elements were given, the source has {tensor.numel()}"
             return Observation(piece.tensor, piece.param, what)
         if piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
-            what = f"{self.engine.FACTS.label} has made it {list(parameter.shape)} {_short(parameter.dtype)}"
+            what = f"{self.engine.FACTS.label} changed it to {list(parameter.shape)} {_short(parameter.dtype)}"
             return Observation(piece.tensor, piece.param, what)
         actual = piece.actual(parameter)
         wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
         return Observation(piece.tensor, piece.param, wrong) if wrong else None
 
     def unwritten(self) -> Iterator[Observation]:
-        """Every place that still holds the poison, by the HF name that belongs there, else by the engine's."""
+        """Every place that still holds the poison, by its HF name or, without one, the engine's."""
         masks: dict[str, Tensor] = {}
         seen: set[int] = set()
         for param, tensor in self.tensors.items():
@@ -200,23 +187,23 @@ class Loaded:
                     masks[param] = mask
         if not masks:
             return
-        # The poison may stand in a file.
+        # A checkpoint may contain the poison's value.
         for name in self.report.equal:
             for piece in self.placement.pieces.get(name, ()):
                 if piece.param in masks and piece.surviving is None:
                     piece.into.of(masks[piece.param])[...] = False
-        places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
+        places = {name: place for name in self.promised() if (place := self.locate(name)) is not None}
         lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
-        wanted = engine_class(self.engine.FACTS.name, self.config).wants_unused
-        for name in () if wanted else unused_names(self.config):
-            if (place := self.place(name)) is not None and place[0] in masks.keys() - lacking:
+        is_free = not engine_class(self.engine.FACTS.name, self.config).wants_unused
+        for name in unused_names(self.config) if is_free else ():
+            if (place := self.locate(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False
         for name, (param, region) in places.items():
             if param not in masks or not (count := int(region.of(masks[param]).sum())):
                 continue
-            why = self.why_absent(name)
-            yield Observation(name, param, f"{count} of {region.count} elements were never written: {why}")
-        # Afterwards, since several may share a place.
+            cause = self.why_absent(name)
+            yield Observation(name, param, f"{count} of {region.count} elements were never written: {cause}")
+        # In a second pass, since several tensors may share a place.
         for param, region in places.values():
             if param in masks:
                 region.of(masks[param])[...] = False
@@ -224,27 +211,22 @@ class Loaded:
         yield from unplaced({param: mask for param, mask in masks.items() if mask.any()})
 
     def why_absent(self, name: str) -> str:
-        """Why a tensor was not written."""
         gave = f"the checkpoint gave it, {self.engine.FACTS.label} dropped it"
         return gave if name in self.sizes else "the checkpoint never gave it"
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
-        """Unwritten elements of which it was not seen what belongs there.
-
-        Told by the tensors of a module, where all that were not given have as many elements together.
-        """
+        """Unwritten elements of unknown tensors, matched to the module's absent tensors by their total size."""
         modules: dict[str, list[str]] = defaultdict(list)
         for param in masks:
             modules[param.rpartition(".")[0]].append(param)
         shapes = {name: shape for name, shape in self.shapes.items() if name not in self.sizes}
-        for param in [param for params in modules.values() for param in params if self.absent_beside(param)]:
+        for param in [param for params in modules.values() for param in params if self.missing_siblings(param)]:
             module = param.rpartition(".")[0]
             modules[module].remove(param)
-            names, count = self.absent_beside(param), int(masks[param].sum())
-            others = f" of {len(names)} tensors together" if len(names) > 1 else ""
-            for name in names:
-                what = f"{count} of {masks[param].numel()} elements{others} were never written"
-                yield Observation(name, param, f"{what}: {self.why_absent(name)}")
+            names, count = self.missing_siblings(param), int(masks[param].sum())
+            group = f" of {len(names)} tensors together" if len(names) > 1 else ""
+            what = f"{count} of {masks[param].numel()} elements{group} were never written"
+            yield from (Observation(name, param, f"{what}: {self.why_absent(name)}") for name in names)
         for module, params in modules.items():
             absent = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{module}.")}
             if absent and sum(absent.values()) == sum(int(masks[param].sum()) for param in params):
@@ -254,28 +236,25 @@ class Loaded:
                 continue
             for param in params:
                 in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
-                why = "no HF tensor belongs there"
-                if in_part:  # each tensor is, on one of several ranks
-                    part = "what belongs there was written in part"
-                    why = part if self.build.sizes.ranks == 1 else "none that was given was written there"
-                what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
+                cause = "no HF tensor belongs there"
+                if in_part:  # on one of several ranks every tensor is
+                    is_single = self.build.sizes.ranks == 1
+                    cause = "its tensor was written in part" if is_single else "none that was given was written there"
+                what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {cause}"
                 yield Observation(param, param, what)
 
     def unplaced_draft(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
-        """The same of a draft model, by tensors of the module that have no place: one that fits, or all together.
-
-        Of several ranks each may want a share.
-        """
+        """The same for a draft model: unplaced tensors that fit, alone, together, or by a rank's share."""
         without_place = {
             name: math.prod(self.shapes[name])
             for name in self.promised()
-            if name in self.shapes and not self.placement.pieces.get(name) and self.place(name) is None
+            if name in self.shapes and not self.placement.pieces.get(name) and self.locate(name) is None
         }
         for param, mask in masks.items():
             count = int(mask.sum())
-            # Tensors whose module is beside the parameter's, or in it; else all of them.
-            beside = param.split(".")[-3:-2]
-            absent = {name: size for name, size in without_place.items() if name.split(".")[-3:-2] == beside}
+            # Tensors whose module is next to the parameter's, or in it; otherwise all of them.
+            parent = param.split(".")[-3:-2]
+            absent = {name: size for name, size in without_place.items() if name.split(".")[-3:-2] == parent}
             absent = absent or without_place
             fitting = [name for name, size in absent.items() if count in (size, size // self.build.sizes.ranks)]
             together = sum(absent.values())
@@ -289,45 +268,35 @@ class Loaded:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor that config.json promises."""
         return expected_hf(self.config)
 
-    def absent_beside(self, param: str) -> list[str]:
-        """Tensors that no checkpoint gave and that belong in a parameter: parts of the weights in the one beside it.
-
-        A bias of a fused layer, say, or the scales of experts.
-        """
+    def missing_siblings(self, param: str) -> list[str]:
+        """Absent tensors that belong in a parameter, such as a fused layer's biases: siblings of its weights."""
         module, _, leaf = param.rpartition(".")
         matrix = next((one for one in _MATRICES if leaf.startswith(one)), "")
         if not matrix and leaf in _WEIGHTS:
             return []
-        weights = [f"{module}.{matrix}{one}" for one in _WEIGHTS]
-        beside = [name for weight in weights for name in self.in_param.get(weight, ())]
-        names = [f"{name.rpartition('.')[0]}.{leaf.removeprefix(matrix)}" for name in beside]
+        weights = [f"{module}.{matrix}{part}" for part in _WEIGHTS]
+        siblings = [name.rpartition(".")[0] for weight in weights for name in self.in_param.get(weight, ())]
+        names = [f"{sibling}.{leaf.removeprefix(matrix)}" for sibling in siblings]
         return [name for name in dict.fromkeys(names) if name not in self.sizes]
 
     @cached_property
     def in_param(self) -> Mapping[str, Sequence[str]]:
-        """Which tensors went into each parameter."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name, pieces in self.placement.pieces.items():
-            for piece in pieces:
-                found[piece.param].append(name)
-        return found
+        return by_key((piece.param, name) for name, pieces in self.placement.pieces.items() for piece in pieces)
 
     @cached_property
     def in_part(self) -> Mapping[str, int]:
-        """Tensors of which not every element was written into a parameter, with the number of those that were."""
+        """Tensors of which only some elements were written into parameters, with the number of those."""
         counts = ((name, covered(size, self.parts(name)), size) for name, size in self.sizes.items())
         return {name: count for name, count, size in counts if 0 < count < size}
 
     def parts(self, name: str) -> list[Region]:
-        """Which elements of a given tensor stand in parameters, or need not."""
+        """The elements of a tensor that are in parameters, or that need not be."""
         return [*self.placement.parts(name), *filter(None, [self.in_padding.get(name)])]
 
     @cached_property
     def padded(self) -> Mapping[str, ZeroPadded]:
-        """As `names.padded_names`."""
         return padded_names(self.config)
 
     @cached_property
@@ -340,11 +309,8 @@ class Loaded:
                 found[name] = Region(op.size, (op.padding,), (1,))
         return found
 
-    def place(self, name: str) -> tuple[str, Region] | None:
-        """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one.
-
-        In a draft model else the only parameter whose name ends like it and that is as large.
-        """
+    def locate(self, name: str) -> tuple[str, Region] | None:
+        """The place of a tensor, one predicted from similar tensors, or the parameter of its name or its name's end."""
         if len(pieces := self.placement.pieces.get(name, ())) == 1:
             return pieces[0].param, pieces[0].into
         if pieces:
@@ -361,16 +327,15 @@ class Loaded:
 
     @cached_property
     def by_tail(self) -> Mapping[str, Sequence[str]]:
-        """Parameters by the last components of their names."""
         return by_key((_tail(param), param) for param in self.tensors)
 
     def dropped(self, reference: Iterable[str]) -> Iterator[Observation]:
-        """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
+        """Tensors that were read but not written, or only in part, and tensors that were never read."""
         known = {*self.report.equal}.union(*self.placement.computed.values())
         for name in dict.fromkeys([*self.sizes, *reference]):
             if not self.concerns(name):
                 continue
-            place = self.place(name)
+            place = self.locate(name)
             param = place[0] if place else name
             if name not in self.sizes:
                 yield Observation(name, param, f"{self.engine.FACTS.label} never read it")
@@ -380,16 +345,18 @@ class Loaded:
             elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
                     original = self.copies.get(name)
-                    instead = f"{self.engine.FACTS.label}'s draft model takes {original} instead, which has other bits"
-                    what = f"{instead} or was not loaded" if original else DROPPED
-                    yield Observation(name, param, what, original=original)
+                    instead = (
+                        f"{self.engine.FACTS.label}'s draft model uses {original}, which differs or was not loaded"
+                    )
+                    what = instead if original else "it was given to load_weights and never written"
+                    yield Observation(name, param, what, original=original, is_dropped=not original)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
                     yield Observation(name, param, "another tensor was written over it")
 
     def dead_routers(self) -> Iterator[Observation]:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
         for name in self.routers():
-            if (place := self.place(name)) is None:
+            if (place := self.locate(name)) is None:
                 yield Observation(name, name, f"{self.engine.FACTS.label} has no such parameter", is_absent=True)
                 continue
             param, region = place
@@ -403,8 +370,8 @@ class Loaded:
                 yield Observation(name, param, what)
 
 
-def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
-    """What a parameter's dtype loses of a tensor."""
+def _rounding(piece: Piece, tensor: Tensor) -> Observation | None:
+    """The loss of precision in a parameter's dtype, or None without one."""
     if piece.dtype == tensor.dtype or piece.read_as is not None:
         return None
     taken = piece.taken(tensor)

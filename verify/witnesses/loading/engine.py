@@ -1,8 +1,4 @@
-"""The protocol that every engine stands behind: facts about it, and how it builds and loads a model.
-
-`EngineFacts` need no import of the engine. Its adapter, a module that is an `Engine`, is imported in a witness's
-process alone.
-"""
+"""The protocol of an engine: facts without an import of it, and its adapter, imported only in a witness's process."""
 
 from __future__ import annotations
 
@@ -23,82 +19,74 @@ if TYPE_CHECKING:
     from ckptkit.verify.witnesses.loading.layouts.layout import Layout
 
 Weights = Iterator[tuple[str, "Tensor"]]
-# Gives tensors: all, or those whose names the function that it is called with accepts.
-Feed = Callable[..., Weights]
+Feed = Callable[..., Weights]  # yields all tensors, or those that a predicate on their names selects
 Loading = Callable[["nn.Module", Weights, "torch.device"], None]
-# Looks at a module around a step on it: its name, itself, and what the step makes of its parameters; None: they stay as
-# they are.
+# Observes a step on a module: its name, itself, and the layout that the step gives its parameters, or None for none.
 Watch = Callable[[str, "nn.Module", "Layout | None"], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine, as all but its own witness know it."""
-
     name: str  # of its package, of the stage of its checks, and in `against`
     label: str  # in messages
-    codes: str  # what the codes of its checks begin with
+    codes: str  # prefix of the codes of its checks
     tested: tuple[str, ...]  # its releases
     install: str  # the commands that install it
     adapter: str  # the module that is its `Engine`
-    sizes: str  # which parallel sizes it can have
+    sizes: str  # its possible parallel sizes
     server: str  # the command that serves a model
-    on_cpu: str  # what its witness leaves out without a GPU, as `ckptkit doctor` says it
-    hidden: tuple[str, ...] = ()  # environment variables that its witness must not see
-    stages: bool = False  # it can be cut into pipeline stages
-    attention_whole: bool = False  # each of its ranks can keep attention whole
-    shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
+    on_cpu: str  # what `ckptkit doctor` reports as not checked without a GPU
+    hidden: tuple[str, ...] = ()  # environment variables removed for its witness
+    stages: bool = False  # has pipeline stages
+    attention_whole: bool = False  # each rank can hold all attention heads
+    shares_experts: bool = True  # expert parallelism may be smaller than tensor parallelism
     live: str = ""  # the module that serves a checkpoint with it (`ckptkit.verify.witnesses.live.server.LiveAdapter`)
     # Whether a checkpoint with these names needs the shared expert as one more routed expert.
     fuses_shared: Callable[[Iterable[str]], bool] = lambda names: False
-    # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.
+    # The tensors, of these names, that a running engine cannot load a second time.
     not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []
     cpu_package: str | None = None  # the distribution that serves without a GPU
     updates_draft: bool = False  # the witness updates a running engine's draft model too
-    # Environment variables and values for another try without a GPU, where it builds nothing at the first.
-    without_gpu: tuple[tuple[str, str], ...] = ()
+    without_gpu: tuple[tuple[str, str], ...] = ()  # environment variables of a second attempt without a GPU
 
     def has_default(self, param: str) -> bool:
-        """Whether the engine gives a parameter a value that stands unless a checkpoint gives another."""
+        """Whether the engine gives a parameter a value that remains unless a checkpoint contains another."""
         return any(one.is_about(param, {}) for one in quirks(self.name, "default_ok", installed(self.name)))
 
 
 @dataclass(frozen=True)
 class ModelBuild:
-    """The model that one rank is to build, the weights that it is given, and what to compare it with."""
+    """The model that one rank builds, its weights, and the reference to compare with."""
 
     path: Path  # the directory that has its config
-    scratch: Path  # shared by all ranks, which may meet there
+    scratch: Path  # shared by all ranks
     config: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
-    weights: Feed | None = None  # None: the engine reads those in `path`
-    reference: Feed = lambda: iter(())  # what the model must hold
-    fused_shared: bool = False  # the shared expert is kept as one more routed expert, as `fuses_shared` says
+    weights: Feed | None = None  # or None if the engine reads those in `path`
+    reference: Feed = lambda: iter(())  # the tensors that the model must hold
+    fused_shared: bool = False  # the shared expert becomes one more routed expert, by `fuses_shared`
     sizes: EngineSizes = ONE_RANK
     rank: int = 0
-    draft: bool = False  # the draft model for speculative decoding instead, of the multi-token prediction layers
+    draft: bool = False  # builds the draft model of the multi-token prediction layers instead
 
 
 class Engine(Protocol):
-    """What an adapter offers. Parameters and modules go by the engine's own names, tensors by those of HF."""
+    """An adapter. Parameters and modules have the engine's names, tensors those of HF."""
 
     FACTS: EngineFacts  # its name is also that of its logger
-    LOAD: Phase  # whose exceptions are the engine's verdict on the weights
-    REPACK: Phase  # and on what its kernels can take
+    LOAD: Phase  # exceptions are the engine's verdict on the weights
+    REPACK: Phase  # exceptions are the verdict of its kernels
 
     def build(self, wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
-        """Builds the model with the engine's default loader, which calls `loading` where it would load.
-
-        `loading` gets the model, the weights and the device. Raises CkptkitError where there is no draft model.
-        """
+        """Builds the model, with `loading` as its default loader. Raises CkptkitError without a draft model."""
 
     def run_after_loading(self, model: nn.Module, watch: Watch) -> None:
-        """Runs what the engine runs after all weights are loaded, in its order and each step under `watch`."""
+        """Runs the engine's steps after loading, in its order and each under `watch`."""
 
     def share(self, target: Any, draft: Any) -> None:
-        """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""
+        """Gives a loaded draft model the embeddings and the output layer of its target, as in serving."""
 
-    def chosen_for(self) -> str | None:
-        """The device whose layouts and kernels are chosen while tensors are on the CPU; None: the one they are on."""
+    def emulated_device(self) -> str | None:
+        """The device for which the engine chooses kernels while tensors are on the CPU, or None for their own."""
 
     def left_empty(self, param: str, config: Mapping[str, Any]) -> bool:
-        """Whether a parameter is allocated without anything from the checkpoint being wanted in it."""
+        """Whether the engine allocates a parameter that no checkpoint fills."""

@@ -1,4 +1,4 @@
-"""What a witness runs where an engine would load: poison, the model's own loading, comparison, repacking."""
+"""Loads a model for an engine: poisons it, runs its own loading, compares the result, and repacks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ckptkit.core.printable import one_line
 from ckptkit.verify.witnesses.loading.bits import difference, poison
 from ckptkit.verify.witnesses.loading.compare import Loaded
-from ckptkit.verify.witnesses.loading.draft import without_shared
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
 from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
@@ -37,10 +36,7 @@ def examine(
     device: torch.device,
     target: Loaded | None = None,
 ) -> Loaded:
-    """Loads weights into a model that the engine has built, on a device, and reports what it then holds.
-
-    `target`: the loaded model that this one drafts for. Raises whatever the engine raises.
-    """
+    """Loads a built model, which may draft for `target`, and compares it. Raises as the engine does."""
     before = _tensors_of(model, target)
     poison(tensor for name, tensor in before.items() if not engine.FACTS.has_default(name))
     warnings = BufferingHandler(sys.maxsize)
@@ -54,17 +50,32 @@ def examine(
     if target is not None:
         engine.share(target.model, model)
     phases.enter(COMPARE)
-    report = _blank(engine, build, model)
-    report.parameters = len({tensor.data_ptr() for tensor in before.values() if tensor.numel()})
     lines = [record.getMessage() for record in warnings.buffer]
-    report.log = tuple(one_line(line) for line in lines if "not found" in line)
+    first, emulated = next(model.parameters()), engine.emulated_device()
+    cpu = f"cpu, with the choices of {emulated}" if emulated else "cpu"
+    report = LoadReport(
+        version=version(engine.FACTS.name),
+        model=type(model).__name__,
+        device=torch.cuda.get_device_name() if first.is_cuda else cpu,
+        dtype=str(first.dtype).removeprefix("torch."),
+        sizes=build.sizes,
+        parameters=len({tensor.data_ptr() for tensor in before.values() if tensor.numel()}),
+        log=tuple(one_line(line) for line in lines if "not found" in line),
+    )
     tensors = _tensors_of(model, target)
     placement = Placement.of(trace, tensors)
     sizes = {name: block.numel for name, block in trace.given.items()}
     if target is not None:
         sizes = {name: sizes[name] for name in draft_names(build.config, sizes)}
     loaded = Loaded(engine, build, model, tensors, placement, sizes, report, target)
-    _compare(loaded)
+    names = loaded.compare()
+    report.loaded_names = len(loaded.sizes)
+    report.partial = {name: (loaded.sizes[name], loaded.parts(name)) for name in loaded.in_part}
+    report.routers_seen = len(loaded.routers())
+    report.unwritten = tuple(loaded.unwritten())
+    report.dropped = tuple(loaded.dropped(names))
+    report.routers = tuple(loaded.dead_routers())
+    report.draft = tuple(draft_names(loaded.config, loaded.sizes))
     if device.type == "cuda":
         _repack(loaded, phases, target)
     return loaded
@@ -78,72 +89,48 @@ def _with_steps(weights: Weights, phases: PhaseLog) -> Iterator[tuple[str, Tenso
 
 
 def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
-    found = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-    return found if target is None else without_shared(found, target.tensors)
-
-
-def _blank(engine: Engine, build: ModelBuild, model: nn.Module) -> LoadReport:
-    """A report with what the engine and its model are."""
-    first, chosen = next(model.parameters()), engine.chosen_for()
-    cpu = f"cpu, with the choices of {chosen}" if chosen else "cpu"
-    return LoadReport(
-        version=version(engine.FACTS.name),
-        model=type(model).__name__,
-        device=torch.cuda.get_device_name() if first.is_cuda else cpu,
-        dtype=str(first.dtype).removeprefix("torch."),
-        sizes=build.sizes,
-    )
-
-
-def _compare(loaded: Loaded) -> None:
-    """Reports what was loaded, against the reference."""
-    report, names = loaded.report, loaded.compare()
-    report.loaded_names = len(loaded.sizes)
-    report.partial = {name: (loaded.sizes[name], loaded.parts(name)) for name in loaded.in_part}
-    report.routers_seen = len(loaded.routers())
-    report.unwritten = tuple(loaded.unwritten())
-    report.dropped = tuple(loaded.dropped(names))
-    report.routers = tuple(loaded.dead_routers())
-    report.draft = tuple(draft_names(loaded.config, loaded.sizes))
+    """The model's parameters and persistent buffers, without those that a draft model shares with its target."""
+    shared = {tensor.data_ptr() for tensor in target.tensors.values()} if target else set()
+    state = model.state_dict(keep_vars=True).items()
+    return {name: tensor.detach() for name, tensor in state if tensor.data_ptr() not in shared}
 
 
 def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
-    """Repacks the model step by step, as its engine does. All that no layout covers must stay as it was."""
+    """Repacks the model step by step, as its engine does. Parameters without a layout must not change."""
     engine, report = loaded.engine, loaded.report
-    held = [*loaded.tensors.items()]
-    names = {tensor.data_ptr(): name for name, tensor in reversed(held) if tensor.numel()}
+    names = {tensor.data_ptr(): name for name, tensor in reversed([*loaded.tensors.items()]) if tensor.numel()}
     dead = list(loaded.dead_routers())
     wrong = list[Observation]()
-    compared, touched, free = set[str](), set[str](), set[str]()  # parameters; `free`: may change in unknown ways
+    compared, changed, free = set[str](), set[str](), set[str]()  # parameters; `free`: may change in unknown ways
 
     @contextmanager
     def watch(name: str, module: nn.Module, layout: Layout | None) -> Iterator[None]:
         params, compare = layout(module) if layout else ((), LayerOutcome)
-        others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
+        unlisted = {  # parameters and buffers without a layout: the name in the model and a copy, by the name here
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             if tensor.data_ptr() in names and parameter not in params
         }
-        own = {known for known, _ in others.values()}
         phases.enter(engine.REPACK)
         yield
         phases.enter(COMPARE)
-        changed = {known for parameter, (known, copy) in others.items() if _has_changed(module, parameter, copy)}
+        touched = {full for parameter, (full, copy) in unlisted.items() if _has_changed(module, parameter, copy)}
         outcome = compare()
         places = {f"{name}.{place}": what for place, what in outcome.differences.items()}
         wrong.extend(Observation(place, place, what) for place, what in places.items())
-        compared.update(own, (f"{name}.{parameter}" for parameter in params))
-        touched.update(changed)
+        unlisted_names = {full for full, _ in unlisted.values()}
+        compared.update(unlisted_names, (f"{name}.{parameter}" for parameter in params))
+        changed.update(touched)
         if outcome.unknown and not params:
-            free.update(own)
-        if outcome.unknown and (changed or params):
+            free.update(unlisted_names)
+        if outcome.unknown and (touched or params):
             report.unchecked += (f"{name}: {outcome.unknown}",)
         report.requantized |= {f"{name}.{parameter}": part for parameter, part in outcome.requantized.items()}
 
     engine.run_after_loading(loaded.model, watch)
     after = replace(loaded, tensors=_tensors_of(loaded.model, target), report=replace(report, equal={}, differing=()))
-    if touched:
-        after.compare(touched.__contains__)
+    if changed:
+        after.compare(changed.__contains__)
     wrong += [one for one in after.report.differing if one.tensor in report.equal and one.param not in free]
     wrong += [one for one in after.dead_routers() if one not in dead]
     report.repacked, report.repacked_seen = tuple(wrong), len(compared)

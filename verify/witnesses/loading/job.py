@@ -1,4 +1,4 @@
-"""What an engine is asked to load, and what was seen of it. Needs no torch."""
+"""The job of an engine that loads a checkpoint, and the report on it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from ckptkit.verify.witnesses.loading.region import Region, covered
 
-DROPPED = "it was given to load_weights and written nowhere"
 NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """How an engine is cut."""
-
     tp: int = 1  # ranks that share a layer
     ep: int = 1  # divides `tp`: each rank keeps 1/ep of the experts, and tp/ep ranks cut those among them
-    dp_attention: bool = False  # every rank keeps the attention whole (`--enable-dp-attention`, `--dp-size` of `tp`)
+    dp_attention: bool = False  # every rank holds all heads (`--enable-dp-attention`, `--dp-size` of `tp`)
     pp: int = 1  # pipeline stages
 
     @property
     def ranks(self) -> int:
-        """How many processes that are."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -38,37 +35,36 @@ ONE_RANK = EngineSizes()
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One rank's task: load a checkpoint into an engine, and compare."""
-
     adapter: str  # the module that is its `Engine`
     checkpoint: Path
     hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
-    source: Path | None = None  # an unquantized HF directory: what a Megatron checkpoint's values are compared with
+    source: Path | None = None  # an unquantized HF directory with the values expected of a Megatron checkpoint
     report: str = ""
     sizes: EngineSizes = ONE_RANK
     rank: int = 0
 
     @property
     def scratch(self) -> Path:
-        """The folder that all ranks share, empty but for their jobs and reports."""
+        """The directory that all ranks share, with only their jobs and reports."""
         return Path(self.report).parent
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is wrong with an HF tensor, or with a parameter of the engine that belongs to none."""
+    """A fault of an HF tensor, or of a parameter of the engine that belongs to no tensor."""
 
     tensor: str
     param: str  # the engine's name
     what: str
-    rank: str | None = None  # where, of several ranks; None: on all
-    is_absent: bool = False  # whether the engine has no such parameter, as a rank lacks those of other layers
-    original: str | None = None  # the tensor that a draft model takes from its target instead of this copy
+    rank: str | None = None  # the ranks that it concerns, or None for all
+    is_absent: bool = False  # the engine has no such parameter, as a rank lacks those of other layers
+    is_dropped: bool = False  # the engine was given the tensor and wrote no element of it
+    original: str | None = None  # the target's tensor that a draft model uses instead of this copy
 
 
 @dataclass
 class LoadReport:
-    """What was seen on one rank or, after `merged`, on all of them. A witness fills it in while it looks."""
+    """Results of one rank or, after `merged`, of all ranks. Filled in step by step."""
 
     version: str
     model: str  # the engine's class
@@ -76,42 +72,39 @@ class LoadReport:
     dtype: str
     sizes: EngineSizes = ONE_RANK
     parameters: int = 0  # of the first rank
-    loaded_names: int = 0  # how many names `load_weights` was given
-    equal: dict[str, int] = field(default_factory=dict)  # tensors whose bits are where they should be, their bytes
-    # Tensors that are not here as a whole: how many elements they have, and which of them are here.
+    loaded_names: int = 0  # the number of names given to `load_weights`
+    equal: dict[str, int] = field(default_factory=dict)  # sizes in bytes of tensors with equal bits
+    # Tensors of which the rank holds a part: their number of elements, and that part.
     partial: Mapping[str, tuple[int, Sequence[Region]]] = field(default_factory=dict)
     routers_seen: int = 0
-    unwritten: tuple[Observation, ...] = ()  # what still holds the poison
-    dropped: tuple[Observation, ...] = ()  # names that were given and written nowhere, or in part
-    differing: tuple[Observation, ...] = ()  # places whose bits are not the file's
+    unwritten: tuple[Observation, ...] = ()  # elements that still hold the poison
+    dropped: tuple[Observation, ...] = ()  # tensors that were not written, or only in part
+    differing: tuple[Observation, ...] = ()  # places with other bits than the checkpoint
     rounded: tuple[Observation, ...] = ()  # places of a smaller dtype, which lost bits
     computed: tuple[str, ...] = ()  # parameters that were computed instead of copied, and so not compared
-    routers: tuple[Observation, ...] = ()  # dead ones
+    routers: tuple[Observation, ...] = ()  # those that cannot choose
     draft: tuple[str, ...] = ()  # names of multi-token prediction layers
-    draft_model: LoadReport | None = None  # what was seen of the draft model, which these layers are loaded into
-    log: tuple[str, ...] = ()  # what the engine said of unknown names
-    repacked: tuple[Observation, ...] | None = None  # wrong after the quantization methods; None: they did not run
+    draft_model: LoadReport | None = None  # results of the draft model, into which these layers are loaded
+    log: tuple[str, ...] = ()  # the engine's warnings about unknown names
+    repacked: tuple[Observation, ...] | None = None  # faults after repacking, or None if it did not run
     repacked_seen: int = 0
-    unchecked: tuple[str, ...] = ()  # what they turned into a layout that is not known here
-    # Parameters that they rounded to other scales, and their largest change, as a part of a block's largest value.
+    unchecked: tuple[str, ...] = ()  # parameters repacked into a layout that ckptkit does not know
+    # Parameters that repacking rounded to other scales, and their largest change relative to a block's largest value.
     requantized: dict[str, float] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:
-        """How many tensors were compared."""
+        """The number of tensors that were compared."""
         return len(self.equal.keys() | {seen.tensor for seen in self.differing})
 
     @property
     def bytes(self) -> int:
-        """How many bytes are where they should be."""
+        """The size of the tensors with equal bits."""
         return sum(self.equal.values())
 
     @staticmethod
     def merged(reports: Sequence[LoadReport]) -> LoadReport:
-        """One report of all ranks, in the order of their numbers; that of a single rank as it is.
-
-        A tensor is whole where all of it is on some of the ranks.
-        """
+        """One report of all ranks, in their order. A tensor is complete if the ranks together hold all of it."""
         first = reports[0]
         if len(reports) == 1:
             return first
@@ -131,45 +124,44 @@ class LoadReport:
             dropped=tuple(_dropped(reports)),
             differing=differing,
             rounded=_shared([report.rounded for report in reports]),
-            computed=_once(report.computed for report in reports),
+            computed=_distinct(report.computed for report in reports),
             routers=tuple(one for one in routers if one.rank is None or not one.is_absent),
-            log=_once(report.log for report in reports),
+            log=_distinct(report.log for report in reports),
             repacked=_shared(repacked) if len(repacked) == len(reports) else None,
             repacked_seen=sum(report.repacked_seen for report in reports),
-            unchecked=_once(report.unchecked for report in reports),
+            unchecked=_distinct(report.unchecked for report in reports),
             requantized=requantized,
             draft_model=LoadReport.merged(drafts) if len(drafts) == len(reports) else None,
         )
 
 
-def _once(several: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Each of these texts once."""
-    return tuple(dict.fromkeys(one for texts in several for one in texts))
+def _distinct(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
-def _shared(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
-    """Observations that ranks share but for numbers, once: with the first one's numbers, and its ranks unless all."""
-    by_words: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
-    for rank, several in enumerate(seen):
-        for one in several:
-            by_words[one.tensor, one.param, NUMBER.sub("#", one.what)][rank] = one
+def _shared(ranks: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
+    """Merges observations that differ only in numbers: keeps the first rank's, with its ranks unless it is on all."""
+    by_wording: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
+    for rank, observations in enumerate(ranks):
+        for seen in observations:
+            by_wording[seen.tensor, seen.param, NUMBER.sub("#", seen.what)][rank] = seen
     return tuple(
-        replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
-        for by_rank in by_words.values()
+        replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(ranks) else ", ".join(map(str, by_rank)))
+        for by_rank in by_wording.values()
     )
 
 
 def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:
-    """What is on no rank as a whole, and not on all of them together."""
+    """Tensors that no rank holds completely, nor all ranks together."""
     dropped = [{seen.tensor: seen for seen in report.dropped} for report in reports]
     for name in dropped[0]:
-        if not all(name in others for others in dropped[1:]):
+        if not all(name in rank for rank in dropped):
             continue
-        seen = [others[name] for others in dropped]
-        held = [report.partial[name] for report in reports if name in report.partial]
-        if not held:
-            yield next((one for one in seen if one.what != DROPPED), seen[0])
+        seen = [rank[name] for rank in dropped]
+        partial = [report.partial[name] for report in reports if name in report.partial]
+        if not partial:
+            yield next((one for one in seen if not one.is_dropped), seen[0])
             continue
-        elements = held[0][0]
-        if (count := covered(elements, [region for _, regions in held for region in regions])) < elements:
-            yield replace(seen[0], what=f"only {count} of its {elements} elements were written")
+        elements = partial[0][0]
+        if (count := covered(elements, [region for _, regions in partial for region in regions])) < elements:
+            yield replace(seen[0], what=f"only {count} of its {elements} elements were written", is_dropped=False)

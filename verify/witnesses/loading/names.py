@@ -1,4 +1,4 @@
-"""Which HF names a checkpoint of a model may hold, by what they are: routers, multi-token prediction layers."""
+"""HF names that a checkpoint of a model may hold, by kind: routers, multi-token prediction layers, padded tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DRAFT = re.compile(r".*?\bmtp\.|.*?layers\.\d+\.")
 
 
 def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Every HF name that a checkpoint of this model may hold: each weight plain, and its quantized parts."""
+    """Every HF name that a checkpoint of this model may hold: each weight, and its quantized parts."""
     for name in expected_hf(config):
         yield name
         module, _, leaf = name.rpartition(".")
@@ -32,46 +32,39 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
 
 
-def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether a parameter is the scale of inputs that stay as they are: the checkpoint has 4-bit weights alone.
-
-    Engines allocate it all the same, for checkpoints that have one.
-    """
+def is_unused_input_scale(param: str, config: Mapping[str, Any]) -> bool:
+    """Whether a parameter is a scale of inputs, which engines allocate even if a checkpoint has only 4-bit weights."""
     if _OF_INPUTS.fullmatch(param) is None:
         return False
     layouts = _layouts(config)
     return bool(layouts) and all(row.second and not row.needs_input for row in layouts)
 
 
-def without_order(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether a parameter is about the order of columns in packed experts, and nothing of the checkpoint belongs there.
-
-    Engines allocate two for every such layer, and read the first with activation ordering only.
-    """
+def is_unused_order(param: str, config: Mapping[str, Any]) -> bool:
+    """Whether a parameter orders columns of packed experts, which engines allocate even without activation ordering."""
     is_ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _ORDER.fullmatch(param) is not None and (not is_ordered or param.endswith("_sort_indices"))
 
 
 def has_nvfp4(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has weights in NVFP4."""
     return any(row.second for row in _layouts(config))
 
 
 def _layouts(config: Mapping[str, Any]) -> Sequence[Layout]:
-    """The formats of weights in low-precision floats; none where a format is not read."""
+    """The formats of weights in low-precision floats, or none for an unsupported format."""
     with suppress(CkptkitError):
-        if isinstance(found := format_of(config), Floats):
-            return found.layouts
+        if isinstance(floats := format_of(config), Floats):
+            return floats.layouts
     return ()
 
 
 def cache_dtype(config: Mapping[str, Any], engine: str) -> str:
-    """The dtype of the key-value cache that an engine needs to build this model; "auto" where any does."""
+    """The dtype of the key-value cache that an engine needs to build this model, or "auto"."""
     return engine_class(engine, config).cache_dtype
 
 
 def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
-    """The HF names of the routers, without those of multi-token prediction layers; `draft`: those alone."""
+    """The HF names of the routers, without multi-token prediction layers; with `draft` only those."""
     return [
         name
         for rule in rules_of(config)
@@ -82,18 +75,17 @@ def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
 
 
 def padded_names(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
-    """The tensors with zeros behind their values, for which an engine need not have a place."""
+    """The tensors padded with zeros, for which engines need not have space."""
     ops = ((rule.mapping.op, rule.hf) for rule in rules_of(config))
     return {name: op for op, names in ops if isinstance(op, ZeroPadded) for name in names}
 
 
-def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names begin of multi-token prediction layers, which an engine loads into a draft model."""
+def draft_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prefixes of the names of multi-token prediction layers, which an engine loads into a draft model."""
     names = (name for rule in rules_of(config) if rule.megatron.startswith("mtp.") for name in rule.hf)
-    return tuple(dict.fromkeys(match[0] for name in names if (match := _DRAFT.match(name))))
+    return tuple(dict.fromkeys(prefix[0] for name in names if (prefix := _DRAFT.match(name))))
 
 
 def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong to multi-token prediction layers."""
-    draft = of_draft(config)
+    draft = draft_prefixes(config)
     return [name for name in names if name.startswith(draft)]

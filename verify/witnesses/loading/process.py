@@ -1,14 +1,9 @@
 """A real engine as a witness: `python -m ckptkit.verify.witnesses.loading.process JOB.json` loads and reports.
 
-Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three
-records are compared: which elements still hold the poison; where each part of each incoming tensor was written (seen
-at the level of torch operations, so no loader can hide a write); and whether its bits are there. That an engine puts
-them where its forward pass wants them is shown by the tests, which compare its logits with those of transformers. With
-CUDA the quantization methods then repack weights, and that is checked too.
-
-An HF directory is read by the engine's own weight iterator and, for the comparison, by the safetensors library. A
-Megatron checkpoint is streamed Megatron -> HF -> engine as a live weight update does, with no HF copy of the weights on
-disk; what Megatron does not hold (a vision tower) comes from beside it, or from the release.
+Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Then it is compared which
+elements still hold the poison, where each part of each tensor was written (recorded from torch operations, so that no
+loader can hide a write), and whether its bits are there. With CUDA the quantization methods then repack weights, which
+is checked too. The tests compare an engine's logits with transformers', which shows that these places are right.
 """
 
 from __future__ import annotations
@@ -28,56 +23,62 @@ from torch import nn
 
 from ckptkit.converters.experts import is_fused, only_fused, unfuse
 from ckptkit.converters.open import open_megatron
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
+from ckptkit.verify.evidence.folding import LAYER
 from ckptkit.verify.evidence.plain import as_release
 from ckptkit.verify.witnesses.loading.compare import Loaded
-from ckptkit.verify.witnesses.loading.draft import draft_build
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from ckptkit.verify.witnesses.loading.examine import examine
 from ckptkit.verify.witnesses.loading.job import LoadJob
+from ckptkit.verify.witnesses.loading.names import draft_prefixes
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 
-Wanted = Callable[[str], bool]  # tells by its name whether a tensor is wanted
+Wanted = Callable[[str], bool]  # by a tensor's name
 
 
 def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
-    """The model of a job. A Megatron checkpoint gets a directory for its config in the job's scratch directory."""
+    """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update.
+
+    Its config is written into the job's scratch directory. Tensors that Megatron does not hold (a vision tower) come
+    from the directory next to it, or from the release.
+    """
     location = locate(job.checkpoint)
     if location.is_hf:
         path = location.path
-        return ModelBuild(
-            path,
-            job.scratch,
-            config=read_json(path / "config.json"),
-            reference=partial(safetensors_of, path),
-            fused_shared=engine.FACTS.fuses_shared(HfCheckpoint(path).specs),
-            sizes=job.sizes,
-            rank=job.rank,
-        )
+        config, is_fused_shared = read_json(path / "config.json"), engine.FACTS.fuses_shared(HfCheckpoint(path).specs)
+        reference = partial(safetensors_of, path)
+        return ModelBuild(path, job.scratch, config, None, reference, is_fused_shared, job.sizes, job.rank)
     checkpoint = open_megatron(location, job.hf)
     view = as_release(checkpoint, location.root)
     path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
-    source = source_of(job.source) if job.source else view
+    reference = partial(stream, source_of(job.source) if job.source else view)
     return ModelBuild(
-        path,
-        job.scratch,
-        config=checkpoint.config,
-        weights=partial(stream, view),
-        reference=partial(stream, source),
-        sizes=job.sizes,
-        rank=job.rank,
+        path, job.scratch, checkpoint.config, partial(stream, view), reference, sizes=job.sizes, rank=job.rank
     )
 
 
+def draft_build(build: ModelBuild) -> ModelBuild:
+    """The draft model of a model. It may read all tensors but those of the target's decoder layers."""
+    prefixes, layers = draft_prefixes(build.config), dims_of(build.config).layers
+
+    def may_read(name: str) -> bool:
+        layer = LAYER.match(name)
+        return name.startswith(prefixes) or layer is None or int(layer[1]) >= layers
+
+    weights = partial(build.weights, may_read) if build.weights else None
+    reference = partial(build.reference, lambda name: name.startswith(prefixes))
+    return replace(build, draft=True, weights=weights, reference=reference)
+
+
 def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:
-    """Every wanted tensor that the index names, read by the safetensors library."""
     for file in HfCheckpoint(root).shards:
         with safe_open(root / file, "pt") as shard:
             for name in filter(wanted, shard.keys()):
@@ -85,14 +86,14 @@ def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:
 
 
 def stream(checkpoint: Checkpoint, wanted: Wanted = lambda name: True) -> Weights:
-    """Every wanted tensor of a checkpoint in the order it is cheapest to read."""
+    """Every wanted tensor of a checkpoint, in the cheapest order to read."""
     for names in checkpoint.groups:
         if chosen := list(filter(wanted, names)):
             yield from checkpoint.read(chosen).items()
 
 
 def source_of(path: Path) -> Checkpoint:
-    """The HF directory to compare with, with one tensor an expert where engines know experts one by one."""
+    """The HF directory to compare with, with one tensor an expert where engines require that."""
     source = HfCheckpoint(path)
     if not is_fused(source.specs) or only_fused(source.config):
         return source
@@ -102,9 +103,8 @@ def source_of(path: Path) -> Checkpoint:
 def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
     """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine.
 
-    Where there are multi-token prediction layers, they are loaded next, as the draft model that an engine has beside
-    the model, and the report is written again with what was seen of that. So an `ExitReport` beside a report is about
-    the draft model.
+    Multi-token prediction layers are loaded next, as the draft model, and the report is written again with its results;
+    an `ExitReport` next to a report is thus about the draft model.
     """
     report = Path(job.report)
     with PhaseLog(report) as phases:
@@ -124,7 +124,7 @@ def load(
     phases: PhaseLog,
     target: Loaded | None = None,
 ) -> Loaded:
-    """Has an engine build and load a model, which may be the draft model of `target`. Raises whatever it raises."""
+    """Has an engine build and load a model, or the draft model of `target`. Raises as the engine does."""
     loaded = list[Loaded]()
 
     def loading(model: nn.Module, weights: Weights, device: torch.device) -> None:
@@ -135,7 +135,7 @@ def load(
 
 
 def main() -> None:
-    """Runs the job named on the command line, and ends at once: what libraries do at exit is not a part of it."""
+    """Runs the job of the command line, and exits without the exit handlers of libraries."""
     run(load_record(LoadJob, Path(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,25 +20,24 @@ class Region:
     strides: tuple[int, ...]
 
     def of(self, flat: Tensor) -> Tensor:
-        """This part of a block whose elements are given in the order of their addresses, wherever they lie."""
+        """This part of a block, given as its elements in the order of their addresses."""
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
         return prod(self.sizes)
 
     @property
     def end(self) -> int:
-        """The offset behind its last element."""
+        """The offset behind the last element."""
         return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.strides, strict=True))
 
 
 def covered(count: int, regions: Iterable[Region]) -> int:
-    """How many of `count` elements are in some of the regions."""
+    """The number of elements, of `count`, that are in any of the regions."""
     import torch
 
-    # What all offsets and lengths are multiples of is looked at as one.
+    # The greatest common divisor of all offsets and lengths counts as one element.
     runs = [_in_runs(region) for region in regions]
     step = gcd(count, *(number for offset, length, steps in runs for number in (offset, length, *steps)))
     seen = torch.zeros(count // max(step, 1), dtype=torch.bool)
@@ -49,6 +48,6 @@ def covered(count: int, regions: Iterable[Region]) -> int:
 
 
 def _in_runs(region: Region) -> tuple[int, int, dict[int, int]]:
-    """A region's offset, the length of its runs of neighbours, and how many of them by the step between them."""
+    """A region's offset, the length of its contiguous runs, and the number of runs by their step."""
     steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
     return region.offset, steps.pop(1, 1), steps

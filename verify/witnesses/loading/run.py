@@ -1,4 +1,4 @@
-"""Has a real engine load a checkpoint, in a process a rank. The answer has one report, or why there is none."""
+"""Has a real engine load a checkpoint, in one process a rank. The answer has one report, or the reason for none."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ _WITNESS = "ckptkit.verify.witnesses.loading.process"  # the module that ranks r
 
 @once
 def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]:
-    """Loads a subject into a real engine, on GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
+    """Loads a subject into a real engine, on GPUs (NCCL) if there is one for each rank, otherwise on the CPU (gloo).
 
-    Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
-    lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
+    Raises CannotCheck if the engine is missing, would use a class or a layout that ckptkit does not know, or would lack
+    tensors that no Megatron model holds; CkptkitError for a config of no supported family.
     """
+    import torch
+
     release = require(engine, subject)
     config = config_of(subject)
     check_class(engine, config)
     check_passthrough(engine, subject, config)
     run = _load(engine, subject)
-    if run.report is None and engine.without_gpu and not _gpus():
-        again = _load(engine, subject, dict(engine.without_gpu))
-        run = again if again.report is not None else run
+    has_gpu = torch.cuda.is_available()
+    if run.report is None and engine.without_gpu and not has_gpu:
+        second = _load(engine, subject, dict(engine.without_gpu))
+        run = second if second.report is not None else run
     failure = run.failure
-    if failure is None or not failure.verdict or release in engine.tested or _gpus():
+    if failure is None or not failure.verdict or release in engine.tested or has_gpu:
         return run
-    # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
+    # An untested release may fail without a GPU because of the way in which ckptkit builds models there.
     tested = ", ".join(engine.tested)
-    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {failure.message}"
-    return replace(run, failures={0: replace(failure, verdict=False, message=why)})
+    message = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {failure.message}"
+    return replace(run, failures={0: replace(failure, verdict=False, message=message)})
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> Answer[LoadReport]:
-    """One load, with these variables in the environment of its processes."""
+    """One load, with additional environment variables in its processes."""
     source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
     if source is not None and is_quantized(read_config(source)):
         source = None
@@ -60,30 +63,20 @@ def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | 
 
 
 def interpreter_of(engine: EngineFacts, subject: Subject) -> Interpreter:
-    """The Python that has an engine."""
     return Interpreter(python_of(engine.name, subject.options.pythons), engine.hidden)
 
 
 def require(engine: EngineFacts, subject: Subject) -> str:
-    """The release of an engine.
-
-    Raises CannotCheck where it is not installed, UsageError for a Python that does not run.
-    """
+    """The release of an engine. Raises CannotCheck if it is missing, UsageError for a Python that does not run."""
     interpreter = interpreter_of(engine, subject)
     if (release := interpreter.release(engine.name)) is None:
-        where = f"in the environment of {interpreter.path}" if interpreter.elsewhere else "here"
+        where = f"in the environment of {interpreter.path}" if interpreter.is_external else "here"
         raise CannotCheck(f"{engine.label} is not installed {where}: {engine.install}")
     return release
 
 
-def _gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
-    """The sizes asked for, as an engine has them; None where it has no such sizes."""
+    """The requested sizes as an engine has them, or None if it has no such sizes."""
     tp, ep, pp = subject.tp, subject.ep, subject.options.pp
     etp = subject.options.etp or tp // ep
     possible = (engine.stages or pp == 1) and tp % ep == 0 and etp == tp // ep
@@ -93,38 +86,28 @@ def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
 
 
 def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
-    """The answer of so many ranks as that of one: their merged report, if the model was loaded on all of them.
-
-    Its failure is why there is no report or, with multi-token prediction layers, no draft model in it.
-    """
+    """Merges the answers of all ranks. The failure is the reason for no report, or for no draft model in it."""
     reports = [*answer.reports.values()]
     merged = {0: LoadReport.merged(reports)} if len(reports) == ranks else {}
     if merged and (merged[0].draft_model is not None or not merged[0].draft):
         return Answer(merged, {})
-    rank = answer.to_blame
+    rank = answer.failing_rank
     failure = answer.failures[rank]
     return Answer(merged, {0: failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}")})
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
-    """Raises CannotCheck unless the engine has to choose the class that is known here.
-
-    For a name without a class of its own an engine would take transformers' class, and to find it run the Python files
-    that `auto_map` names, which come with the checkpoint.
-    """
-    wanted, named = family_of(config).architectures, config.get("architectures")
-    if named not in [[one] for one in wanted]:
+    """Raises CannotCheck unless the engine must choose the class that ckptkit knows, and no code of the checkpoint."""
+    expected, actual = family_of(config).architectures, config.get("architectures")
+    if actual not in [[name] for name in expected]:
         raise CannotCheck(
-            f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: {engine.label} would run another "
+            f"config.json has architectures {actual!r:.80}, not ['{expected[0]}']: {engine.label} would run another "
             "class, or code that comes with the checkpoint"
         )
 
 
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
-    """Raises CannotCheck for a Megatron checkpoint of a model with a vision tower that is not at hand.
-
-    The engine builds the tower, and a Megatron language model has no weights for it.
-    """
+    """Raises CannotCheck for a Megatron checkpoint of a vision model without the tensors of its tower."""
     carried = family_of(config).carried
     if subject.is_hf or not carried or "vision_config" not in config:
         return

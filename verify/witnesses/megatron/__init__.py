@@ -1,1 +1,1 @@
-"""Real Megatron as a witness: the job, the ranks that load it, and what each parameter should hold."""
+"""Real Megatron as a witness: its ranks load a checkpoint, and their slices are compared with the reference."""

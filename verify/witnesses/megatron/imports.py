@@ -1,8 +1,8 @@
 """Lets megatron-core be imported on a machine without a GPU.
 
-megatron-core uses many packages where they are installed (Transformer Engine, apex, flash_mla, mamba_ssm ...), and goes
-on without those that are not. Some are installed and broken: they want a driver, or libraries of another CUDA. What
-such a package raises then would end Megatron, which in places expects nothing but ModuleNotFoundError.
+megatron-core uses many packages if they are installed (Transformer Engine, apex, flash_mla, mamba_ssm ...). Some are
+installed but broken: they need a driver, or libraries of another CUDA. Their exceptions would end Megatron, which in
+places expects only ModuleNotFoundError.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from types import ModuleType
 
 from ckptkit.core.errors import words_of
 
-# What a package raises that finds no driver, no GPU or a library of another CUDA.
+# Raised by packages that find no driver, no GPU or a library of another CUDA.
 _WITHOUT_CUDA = (ImportError, OSError, RuntimeError, AssertionError)
-# What fails in these is reported as it is.
+# Exceptions of these are not changed.
 _OURS = frozenset({"megatron", "torch", "ckptkit", "converters", "quant", "verify"})
 
 
 class _BrokenIsAbsent(MetaPathFinder):
-    """Makes ModuleNotFoundError of what a package raises at import, where that would reach Megatron.
-
-    Inside a package its own modules may raise what they like: it may expect that.
-    """
+    """Turns exceptions of a package's import into ModuleNotFoundError, unless a module of the package imports it."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -34,18 +31,17 @@ class _BrokenIsAbsent(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that reports a package that cannot be imported as absent."""
+        """The spec of the other finders, with a loader that reports a package that cannot be imported as absent."""
         if fullname.partition(".")[0] in _OURS | sys.stdlib_module_names:
             return None
         # Contexts are nested where one of our modules that import Megatron imports another.
         others = (finder for finder in sys.meta_path if not isinstance(finder, _BrokenIsAbsent))
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next(filter(None, found), None)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and isinstance(spec.loader, Loader):
-            self._watch(spec.loader, fullname)
+            self._convert_errors(spec.loader, fullname)
         return spec
 
-    def _watch(self, loader: Loader, name: str) -> None:
+    def _convert_errors(self, loader: Loader, name: str) -> None:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -67,7 +63,7 @@ class _BrokenIsAbsent(MetaPathFinder):
 
 @contextmanager
 def importing_megatron() -> Iterator[None]:
-    """The context to import megatron-core in: an optional package that is broken here counts as not installed."""
+    """Treats optional packages that are broken here as not installed while megatron-core is imported."""
     finder = _BrokenIsAbsent()
     sys.meta_path.insert(0, finder)
     try:

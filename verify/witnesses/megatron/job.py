@@ -1,4 +1,4 @@
-"""What a Megatron rank is asked to load, and what it saw."""
+"""The job of a Megatron rank, and its report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.verify.witnesses.reference.job import Judged
 
-# `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
+# `unwritten`: every element is still the poison set before loading. `unknown`: there is no rule or no reference.
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]
 
 
 class Box(NamedTuple):
-    """A part of a tensor on disk, and whether the rank that reads it is the one that would also save it."""
+    """A part of a tensor on disk, and whether the rank that reads it would also save it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,26 +24,24 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's task."""
-
     checkpoint: Path
-    hf: Path | None  # gives the config of a checkpoint that carries none
-    source: Path | None  # what parameters are compared with; None: the checkpoint's own bytes, read without Megatron
+    hf: Path | None  # has the config of a checkpoint without one
+    source: Path | None  # the reference, or None for the checkpoint's own bytes, read without Megatron
     sizes: ParallelSizes
     dtype: str  # of the parameters
     rank: int = 0
     report: str = ""
-    gpu: bool = False  # it has one
+    gpu: bool = False
     transformer_engine: bool = False
     hybrid: bool = False  # the checkpoint holds a HybridModel, not a GPTModel
-    prompts: Sequence[Sequence[int]] = ()  # token ids; with them nothing is compared
-    at_once: int = 0  # how many run at a time, each without a process group; 0: all, in one group
-    trainer: Path | None = None  # the root from which Megatron-LM's own `load_checkpoint` is to load
+    prompts: Sequence[Sequence[int]] = ()  # token ids; a job with prompts compares no tensors
+    at_once: int = 0  # the number of ranks that run at a time without a process group, or 0 for all in one group
+    trainer: Path | None = None  # the root from which Megatron-LM's own `load_checkpoint` loads
 
 
 @dataclass(frozen=True)
 class TensorSeen:
-    """One parameter or persistent buffer of a rank, against the slice that it ought to hold."""
+    """One parameter or persistent buffer of a rank, compared with its expected slice."""
 
     local: str
     name: str
@@ -52,27 +50,25 @@ class TensorSeen:
     elements: int
     differing: int = 0
     largest: float = 0.0  # absolute difference
-    diagnosis: str = ""  # which part of it is wrong, and what stands there
-    origins: tuple[str, ...] = ()  # the other global tensors whose slice it holds, where any were found
-    dtype: str = ""  # what Megatron holds it in
+    diagnosis: str = ""  # the wrong part of it, and its values
+    origins: tuple[str, ...] = ()  # other global tensors that have its values
+    dtype: str = ""  # in Megatron
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw."""
-
     rank: int
     version: str
     tp: int
     pp: int
     ep: int
     layers: tuple[tuple[int, ...], ...]  # global layers of each model chunk, as Megatron numbers them, from 0
-    requested: int  # how many keys it asked for
-    missing: tuple[str, ...]  # keys on disk that no rank asked for
-    unexpected: tuple[str, ...]  # keys that it asked for and the disk lacks
-    refused: tuple[str, ...]  # names on which `load_state_dict` was not strict
+    requested: int  # number of requested keys
+    missing: tuple[str, ...]  # keys on disk that no rank requested
+    unexpected: tuple[str, ...]  # requested keys that the disk lacks
+    refused: tuple[str, ...]  # names that `load_state_dict` refused
     tensors: tuple[TensorSeen, ...]
     judged: tuple[Judged, ...] = ()  # of each prompt, on ranks of the last pipeline stage
-    mtp: tuple[int, ...] = ()  # how many multi-token prediction layers each chunk has
-    asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # what it read of each key on disk
-    renamed: tuple[str, ...] = ()  # keys of norms that it asked for by another name, that of Megatron's local spec
+    mtp: tuple[int, ...] = ()  # number of multi-token prediction layers of each chunk
+    asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # the parts read of each key on disk
+    renamed: tuple[str, ...] = ()  # keys of norms that it requested by the name of Megatron's local spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -41,77 +41,73 @@ with importing_megatron():
     from ckptkit.verify.witnesses.megatron.variants import VARIANTS
     from ckptkit.verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK, hybrid_model, local_stack
 
-Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of what is asked of both
+Chunk = Any  # a GPTModel or a HybridModel: their common base class lacks the attributes used here
+
+
+_OFF = (
+    *("perform_initialization", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+    *("apply_rope_fusion", "gradient_accumulation_fusion"),
+)
 
 
 @dataclass(frozen=True)
 class MegatronBuild:
-    """How to build: parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own).
-
-    `hybrid`: as HybridModel, and the sizes of its pipeline count its layers.
-    """
+    """Parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own) of a model."""
 
     sizes: ParallelSizes
     dtype: torch.dtype
     transformer_engine: bool = False
-    hybrid: bool = False
+    hybrid: bool = False  # a HybridModel; pipeline sizes count its layers
 
 
 class OnCpu(TorchFunctionMode):
-    """Puts on the CPU what is made on, or moved to, a CUDA device."""
+    """Puts tensors that are made on, or moved to, a CUDA device on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wanted = dict(kwargs or {})
-        if "cuda" in str(wanted.get("device")):
-            wanted["device"] = torch.device("cpu")
+        cpu, kwargs = torch.device("cpu"), dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = cpu
         if function is torch.Tensor.to:
-            args = tuple(
-                torch.device("cpu") if isinstance(one, (str, torch.device)) and str(one).startswith("cuda") else one
-                for one in args
-            )
-        return function(*args, **wanted)
-
-
-def _on_the_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        with OnCpu():
-            return function(*args)
-
-    return run
+            is_cuda = [isinstance(one, (str, torch.device)) and str(one).startswith("cuda") for one in args]
+            args = tuple(cpu if moves else one for moves, one in zip(is_cuda, args, strict=True))
+        return function(*args, **kwargs)
 
 
 def pretend_cuda() -> None:
-    """Lets megatron-core build and run on a machine without CUDA: what it takes for the current GPU is the CPU."""
+    """Lets megatron-core build and run on a machine without CUDA, with the CPU as the current GPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     # megatron-core 0.16 leaves this name undefined where Transformer Engine is missing, and then reads it.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    # Megatron compiles small functions; on the CPU that takes a C++ compiler, and longer than it saves.
+    # Megatron compiles small functions; on the CPU that needs a C++ compiler, and more time than it saves.
     torch._dynamo.config.disable = True
-    fused_softmax.get_sliding_window_causal_mask = _on_the_cpu(fused_softmax.get_sliding_window_causal_mask)
+    mask = fused_softmax.get_sliding_window_causal_mask
+
+    def mask_on_cpu(*args: Any) -> Tensor:
+        with OnCpu():
+            return mask(*args)
+
+    fused_softmax.get_sliding_window_causal_mask = mask_on_cpu
 
 
 def connect(sizes: ParallelSizes, rank: int, store: str) -> None:
-    """Joins the process group through the file `store` (no port to collide on) and lays out the parallel groups."""
-    if not torch.cuda.is_available():
-        pretend_cuda()
-    else:
+    """Joins the process group through the file `store` (no port to collide on) and creates the parallel groups."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=sizes.world,
-    )
+    else:
+        pretend_cuda()
+    backend = "nccl" if has_gpu else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=sizes.world)
     lay_out(sizes)
-    if torch.cuda.is_available():
+    if has_gpu:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 def lay_out(sizes: ParallelSizes, *, gloo: bool = True) -> None:
-    """Divides the ranks that there are into parallel groups of these sizes; with `gloo` Megatron adds gloo groups."""
+    """Divides all ranks into parallel groups of these sizes; with `gloo` Megatron adds gloo groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
@@ -142,19 +138,14 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Megatron
         "account_for_embedding_in_pipeline_split": build.sizes.embedding,
         "account_for_loss_in_pipeline_split": build.sizes.loss,
         "pipeline_model_parallel_layout": build.sizes.layout,
-        # Megatron's own attention, which the local spec has, refuses to compute with context parallelism.
+        # Megatron's own attention, used by the local spec, refuses to compute with context parallelism.
         "context_parallel_size": build.sizes.cp if build.transformer_engine else 1,
         "expert_model_parallel_size": build.sizes.ep,
         "expert_tensor_parallel_size": build.sizes.etp,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,
+        **dict.fromkeys(_OFF, False),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
         "moe_token_dispatcher_type": "allgather",
         "moe_router_load_balancing_type": "none",
     }
@@ -162,7 +153,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Megatron
         fixed |= {"is_hybrid_model": True}
         if dims.indexer:  # as Megatron-LM does for the letter of these layers
             fixed |= {"experimental_attention_variant": "dsa"}
-        if build.sizes.vpp > 1:  # the layer pattern says where they end
+        if build.sizes.vpp > 1:  # the layer pattern has the ends of stages
             fixed |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     values = {key: value for key, value in (values | fixed).items() if key in known}
     for variant in VARIANTS:
@@ -171,11 +162,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Megatron
 
 
 def build_chunks(dims: ModelDims, build: MegatronBuild) -> list[Chunk]:
-    """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, with arbitrary parameters of the dtype.
-
-    In 16 bits it is cast as in training, by Megatron's Float16Module. What then stays float32 (router biases), Megatron
-    keeps by itself.
-    """
+    """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, cast to the dtype as in training."""
     args = megatron_args(dims, HYBRID if build.hybrid else MCORE)
     args |= {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
     config = transformer_config(dims, args, build)
@@ -194,12 +181,12 @@ def build_chunks(dims: ModelDims, build: MegatronBuild) -> list[Chunk]:
 
 
 def has_mtp(chunk: Chunk) -> bool:
-    """Whether a chunk has multi-token prediction layers, of which MambaModel of megatron-core 0.16 knows nothing."""
+    """Whether a chunk has multi-token prediction layers, which MambaModel of megatron-core 0.16 does not know."""
     return bool(getattr(chunk, "mtp_process", False))
 
 
 def _refuse_two_output_layers(chunk: Chunk) -> None:
-    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion that explains nothing.
+    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion without explanation.
 
     Source: https://github.com/NVIDIA/Megatron-LM/pull/7577; versions with that change make no second output layer.
     """
@@ -213,20 +200,17 @@ def _refuse_two_output_layers(chunk: Chunk) -> None:
         )
 
 
-def _standard(config: TransformerConfig) -> TransformerConfig:
-    # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in.
+def _standard_spec(make: Callable[..., Any], config: TransformerConfig, build: MegatronBuild, **options: Any) -> Any:
+    """Megatron's standard spec, which from 0.19 on refuses a config with another attention; variants add that."""
     standard = copy.copy(config)
     standard.experimental_attention_variant = None
-    return standard
+    return make(standard, build.transformer_engine, normalization="RMSNorm", **options)
 
 
 def _adapted(
     dims: ModelDims, config: TransformerConfig, build: MegatronBuild, spec: TransformerBlockSubmodules, first: int
 ) -> TransformerBlockSubmodules:
-    """The spec of this rank's layers: Megatron's own, changed as the model's architecture needs.
-
-    Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
-    """
+    """The spec of this rank's layers: Megatron's own, changed by variants. `metainfo` has a layer's number, from 0."""
     spec.layer_specs = [
         replace(layer, metainfo={**layer.metainfo, "layer": first + place})
         for place, layer in enumerate(spec.layer_specs)
@@ -243,16 +227,11 @@ def _mtp_spec(
     spec: TransformerBlockSubmodules,
     stage: int | None,
 ) -> Any:
-    """The spec of multi-token prediction layers, which have the model's last layer inside; None where there are none.
-
-    On a stage without decoder layers Megatron-LM takes that layer from the whole model too (its `gpt_builders.py`).
-    """
+    """The spec of multi-token prediction layers, with the model's last layer inside, or None without such layers."""
     if not dims.mtp_layers:
         return None
     if not spec.layer_specs:
-        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(  # since 0.16
-            _standard(config), build.transformer_engine, normalization="RMSNorm"
-        )
+        layers = _standard_spec(gpt_layer_specs.get_gpt_decoder_layer_specs, config, build)  # since 0.16
         spec = _adapted(dims, config, build, replace(spec, layer_specs=layers[-1:]), dims.layers - 1)
     return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
 
@@ -260,10 +239,8 @@ def _mtp_spec(
 def _gpt_model(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Callable[..., Chunk]:
-    """GPTModel with what only it takes."""
-    spec = get_gpt_decoder_block_spec(
-        _standard(config), build.transformer_engine, normalization="RMSNorm", vp_stage=stage
-    )
+    """GPTModel with its own arguments."""
+    spec = _standard_spec(get_gpt_decoder_block_spec, config, build, vp_stage=stage)
     spec = _adapted(dims, config, build, spec, get_transformer_layer_offset(config, vp_stage=stage))
     return partial(
         GPTModel,
@@ -278,22 +255,17 @@ def _gpt_model(
 def _hybrid_model(
     dims: ModelDims, config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Callable[..., Chunk]:
-    """HybridModel with what only it takes. The spec of its layers is made of those of the whole GPTModel.
-
-    With Transformer Engine it is megatron-core's own.
-    """
-    whole = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
+    """HybridModel with its own arguments and megatron-core's own spec, or one of GPTModel's layers."""
+    one_stage = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
     args = megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}
-    as_gpt = transformer_config(dims, args | ({"moe_layer_freq": ones(dims, dims.moe)} if dims.moe else {}), whole)
-    spec = get_gpt_decoder_block_spec(_standard(as_gpt), build.transformer_engine, normalization="RMSNorm")
-    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
-        _standard(as_gpt), build.transformer_engine, normalization="RMSNorm"
-    )
+    as_gpt = transformer_config(dims, args | ({"moe_layer_freq": ones(dims, dims.moe)} if dims.moe else {}), one_stage)
+    spec = _standard_spec(get_gpt_decoder_block_spec, as_gpt, build)
+    layers = _standard_spec(gpt_layer_specs.get_gpt_decoder_layer_specs, as_gpt, build)
     spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
     mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     stack = ENGINE_STACK if build.transformer_engine else local_stack(dims, spec.layer_specs, mtp, build.sizes.tp)
     pattern = hybrid_pattern(dims)
-    if build.sizes.vpp > 1:  # only then Megatron wants to be told where the stages end
+    if build.sizes.vpp > 1:  # only then Megatron requires the ends of stages
         pattern = with_stages(pattern, build.sizes.pipeline(hybrid_dims(dims)))
     return hybrid_model(stack, pattern, stage)
 
@@ -318,11 +290,9 @@ def _build(
         )
 
 
-@contextlib.contextmanager
-def _default_device() -> Iterator[None]:
+def _default_device() -> torch.device:
     # Megatron's local norms are plain torch modules, made on torch's default device.
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        yield
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def logits(model: Chunk, tokens: Tensor) -> Tensor:
@@ -342,11 +312,11 @@ def all_logits(model: Chunk, tokens: Tensor) -> list[Tensor]:
 
     Such a layer predicts the token after the next; it also sees the next token, with 0 after the last.
     """
-    found: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     def keep(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        # Megatron's cross entropy overwrites the logits that it is given.
-        found.append(outputs[0].transpose(0, 1).clone())
+        # Megatron's cross entropy overwrites its input.
+        recorded.append(outputs[0].transpose(0, 1).clone())
 
     hook = model.output_layer.register_forward_hook(keep)
     try:
@@ -355,4 +325,4 @@ def all_logits(model: Chunk, tokens: Tensor) -> list[Tensor]:
             model(tokens, *inputs_of(tokens), labels=tokens if has_mtp(model) else None)
     finally:
         hook.remove()
-    return found
+    return recorded

@@ -1,8 +1,7 @@
 """Ranks of a real Megatron that load a checkpoint: `python -m ckptkit.verify.witnesses.megatron.process JOB.json...`.
 
-A rank builds the model of its job, poisons every parameter, loads strictly with Megatron's own
-`dist_checkpointing`, and compares what it holds with the slices predicted from the reference. An exception ends it; the
-phase log says what that means.
+A rank builds the model of its job, poisons every parameter, loads strictly with Megatron's own `dist_checkpointing`,
+and compares its parameters with slices of the reference. An exception ends it and is in the phase log.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.converters.config.dims import ModelDims
 from ckptkit.converters.megatron.module_names import global_name
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.open import open_megatron
@@ -44,16 +42,9 @@ with importing_megatron():
     from megatron.core.package_info import __version__
     from megatron.core.transformer.moe import moe_utils
 
-    from ckptkit.verify.witnesses.megatron.model import (
-        Chunk,
-        MegatronBuild,
-        build_chunks,
-        connect,
-        has_mtp,
-        inputs_of,
-        logits,
-    )
-    from ckptkit.verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
+    from ckptkit.verify.witnesses.megatron import loaders, model
+    from ckptkit.verify.witnesses.megatron.loaders import WatchedLoad
+    from ckptkit.verify.witnesses.megatron.model import Chunk
 
 
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
@@ -69,12 +60,8 @@ def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Ch
 
 def held_by(chunk: Chunk) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, sharing memory with the model."""
-    state = chunk.state_dict()
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and not name.endswith("_extra_state")
-    }
+    state = chunk.state_dict().items()
+    return {name: one for name, one in state if isinstance(one, Tensor) and not name.endswith("_extra_state")}
 
 
 OPEN = Phase("opening the checkpoint and its reference")
@@ -96,11 +83,10 @@ def load_chunks(
 ) -> tuple[int, set[str], set[str], list[str]]:
     """Loads with Megatron.
 
-    Returns how many keys were requested, the keys on disk that no rank requested, the keys requested that the disk
-    lacks, and the names that `load_state_dict` refused.
-
-    `return_all` finds what `raise_all` finds, on all ranks, but goes on, so that values can be compared too. A rank
-    that is alone cannot tell what others request: there the keys that none did are empty.
+    Returns the number of requested keys, the keys on disk that no rank requested, the requested keys that the disk
+    lacks, and the names that `load_state_dict` refused. `return_all` reports the faults for which `raise_all` stops, on
+    all ranks, so that values can be compared too. A rank without others does not know their requests: its second result
+    is empty.
     """
     reader = reader or WatchedLoad()
     enter(LOAD)
@@ -126,14 +112,13 @@ def load_chunks(
 
 
 def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
-    """Every parameter of this rank against the reference; `rules` by their Megatron name."""
     for chunk in chunks:
         name_of = partial(global_name, layers=layers_of_chunk(chunk), experts=at.experts, rules=rules)
         yield from compare_all(held_by(chunk), name_of, rules, reference, at)
 
 
 def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
-    """Runs one rank to its report. Raises whatever Megatron raises."""
+    """Runs one rank and returns its report. Raises whatever Megatron raises."""
     enter(OPEN)
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
     config = as_stored(checkpoint.config, checkpoint.specs)
@@ -142,16 +127,24 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     reference: Checkpoint = reference_tensors(job.source, job.hf, dialect) if job.source else checkpoint
     enter(CONNECT)
     if job.at_once:
-        connect_alone(job.sizes, job.rank)
+        loaders.connect_alone(job.sizes, job.rank)
     else:
-        connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
+        model.connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
     enter(BUILD)
-    chunks = build_chunks(dims, MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
+    build = model.MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid)
+    chunks = model.build_chunks(dims, build)
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
-    if job.trainer:
-        requested, missing, unexpected, refused = _load_as_trainer(chunks, dims, job, enter, reader)
+    if job.trainer:  # it raises for keys that the disk lacks
+        enter(IMPORT)
+        loaders.import_loader()
+        with loaders.pretend_gpu():
+            enter(ARGUMENTS)
+            args = loaders.arguments_for(dims, job)
+            enter(LOAD)
+            refused = loaders.load_as_trainer(chunks, args, reader)
+        requested, missing, unexpected = len(reader.asked), set[str](), set[str]()
     else:
         requested, missing, unexpected, refused = load_chunks(chunks, str(job.checkpoint), enter, reader)
     enter(COMPARE)
@@ -173,41 +166,20 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         refused=tuple(refused),
         tensors=() if job.prompts else tuple(seen(chunks, rules, reference, at)),
         judged=answers,
-        mtp=tuple(len(chunk.mtp.layers) if has_mtp(chunk) else 0 for chunk in chunks),
+        mtp=tuple(len(chunk.mtp.layers) if model.has_mtp(chunk) else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
         renamed=tuple(sorted(reader.renamed.values())),
     )
 
 
-def _load_as_trainer(
-    chunks: list[Chunk], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
-) -> tuple[int, set[str], set[str], list[str]]:
-    """As `load_chunks`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
-    from ckptkit.verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
-
-    enter(IMPORT)
-    import_loader()
-    with pretend_gpu():
-        enter(ARGUMENTS)
-        args = arguments_for(dims, job)
-        enter(LOAD)
-        refused = load_as_trainer(chunks, args, reader)
-    return len(reader.asked), set(), set(), refused
-
-
 def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged, ...]:
-    """What the ranks together make of the prompts; empty on a rank without the output layer."""
+    """The ranks' log-probabilities for the prompts; empty on a rank without the output layer."""
     if not job.transformer_engine:
-        # Where Transformer Engine is installed, routers call its `general_gemm`, whatever layers the model has
-        # (`RouterGatingLinearFunction`). That rounds factors in float32 to TF32, which has 10 bits of mantissa, and it
-        # knows no CPU.
+        # With Transformer Engine installed, all routers call its `general_gemm` (`RouterGatingLinearFunction`), which
+        # rounds factors in float32 to TF32, with 10 bits of mantissa, and does not run on a CPU.
         moe_utils.te_general_gemm = None
-    answers: list[Judged] = []
-    for prompt in job.prompts:
-        found = _forward(chunks, job.sizes, prompt)
-        if found is not None:
-            answers.append(judged_logits(found[:, :vocabulary], prompt))
-    return tuple(answers)
+    answers = ((prompt, _forward(chunks, job.sizes, prompt)) for prompt in job.prompts)
+    return tuple(judged_logits(logits[:, :vocabulary], prompt) for prompt, logits in answers if logits is not None)
 
 
 def _run(job: RankJob) -> None:
@@ -218,7 +190,7 @@ def _run(job: RankJob) -> None:
 
 
 def _forked(job: RankJob, log: Path, parent: int) -> None:
-    """One of several ranks, in a process of its own, which prints where the caller looks for what it said."""
+    """Runs one of several ranks in a process of its own, which prints into the caller's log."""
     end_with_parent(parent)
     with log.open("ab") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
@@ -227,10 +199,7 @@ def _forked(job: RankJob, log: Path, parent: int) -> None:
 
 
 def _fork(jobs: Sequence[RankJob], folder: Path) -> None:
-    """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known.
-
-    Ranks that are alone run a few at once, and no more are started after one that failed.
-    """
+    """Runs several ranks, at most `at_once` at a time, and writes their exit codes; after a failure none is started."""
     context = multiprocessing.get_context("fork")
     processes = {
         job.rank: context.Process(target=_forked, args=(job, folder / f"log-{job.rank}", os.getpid()), daemon=True)
@@ -238,9 +207,7 @@ def _fork(jobs: Sequence[RankJob], folder: Path) -> None:
     }
     at_once = jobs[0].at_once or len(jobs)
     if jobs[0].trainer:
-        from ckptkit.verify.witnesses.megatron.trainer import import_loader
-
-        import_loader()
+        loaders.import_loader()
     waiting, running = list(processes), dict[int, int]()
     while running or waiting:
         for rank in waiting[: at_once - len(running)]:
@@ -259,7 +226,7 @@ def _forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int
     """Logits [tokens, padded vocabulary] of a prompt (token ids) on ranks of the last pipeline stage, else None.
 
     Every rank must call it. Hidden states [tokens, 1, hidden size] go from one stage to the next by a broadcast among
-    the ranks of a pipeline; virtual stage `v` of rank `p` is number `v * pp + p`.
+    the ranks of a pipeline; virtual stage `v` of rank `p` has the number `v * pp + p`.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks, here = torch.distributed.get_process_group_ranks(group), parallel_state.get_pipeline_model_parallel_rank()
@@ -270,23 +237,17 @@ def _forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int
     for number in range(last):
         virtual, rank = divmod(number, sizes.pp)
         if rank == here:
-            hidden = _hidden(chunks[virtual], hidden if number else None, tokens)
+            chunks[virtual].set_input_tensor(hidden if number else None)
+            with torch.no_grad():
+                hidden = chunks[virtual](tokens, *model.inputs_of(tokens)).contiguous()
         torch.distributed.broadcast(hidden, ranks[rank], group=group)
     if here != sizes.pp - 1:
         return None
     chunks[-1].set_input_tensor(hidden if last else None)
-    return logits(chunks[-1], tokens)[0]
-
-
-def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
-    chunk.set_input_tensor(given)
-    with torch.no_grad():
-        hidden: Tensor = chunk(tokens, *inputs_of(tokens))
-    return hidden.contiguous()
+    return model.logits(chunks[-1], tokens)[0]
 
 
 def main() -> None:
-    """Entry point of a rank, or of the process that forks several."""
     jobs = [codec.load_record(RankJob, Path(word)) for word in sys.argv[1:]]
     if len(jobs) == 1:
         _run(jobs[0])

@@ -1,4 +1,4 @@
-"""Starts the ranks of a Megatron witness, a process each, and gathers what they report."""
+"""Starts the ranks of a Megatron witness, in one process each, and collects their reports."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.quirks import quirks
 from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport
 from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
-from ckptkit.verify.witnesses.process.memory import free_memory
+from ckptkit.verify.witnesses.process.sandbox import free_memory
 from ckptkit.verify.witnesses.reference.job import Ids, Judged, Reference
 from ckptkit.verify.witnesses.reference.run import check_reference, judged_by_transformers
 from ckptkit.verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "ckptkit.verify.witnesses.megatron.process"  # the module that ranks run
-_TOGETHER = 8  # ranks up to which a real process group is started
-_PROCESS = 700 << 20  # bytes that a rank has of its own beside weights: torch, Megatron and their buffers
-_COPIES = 2  # of a rank's weights, while Megatron puts gate and up together again
-# What Megatron-LM refuses beside a layer pattern.
+_TOGETHER = 8  # the largest process group that is started
+_PROCESS = 700 << 20  # bytes of a rank in addition to weights: torch, Megatron and their buffers
+_COPIES = 2  # of a rank's weights, while Megatron joins gate and up
+# Options that Megatron-LM refuses together with a layer pattern.
 _NOT_OF_HYBRID = (
-    *("--pipeline-layout", "--account-for-embedding-in-pipeline-split"),
-    "--account-for-loss-in-pipeline-split",
+    *("--pipeline-layout", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
 )
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
@@ -51,17 +50,13 @@ class MegatronRun:
     sizes: ParallelSizes
     device: str
     reports: Sequence[RankReport]
-    failures: Mapping[int, str]  # what Megatron raised about the checkpoint, on the ranks that failed first
-    unable: str | None = None  # why Megatron could not be asked, which is not a verdict on the checkpoint
-    not_found: str | None = None  # why a trainer would not load this checkpoint, but another or none
+    failures: Mapping[int, str]  # Megatron's exceptions about the checkpoint, on the ranks that failed first
+    unable: str | None = None  # the reason why Megatron did not run, which is not a verdict on the checkpoint
+    not_found: str | None = None  # the reason why a trainer would load another checkpoint or none
 
 
 def sizes_of(subject: Subject) -> ParallelSizes:
-    """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
-
-    Raises CannotCheck where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the
-    model does not divide into these sizes.
-    """
+    """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
     if subject.is_hf:
         raise CannotCheck(
             "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
@@ -77,7 +72,12 @@ def sizes_of(subject: Subject) -> ParallelSizes:
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
     given = subject.options.megatron
-    _check_hybrid_options(subject)
+    refused = [option for option in given.given() if option in _NOT_OF_HYBRID]
+    if refused and subject.megatron_files.hybrid:
+        raise UsageError(
+            f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
+            "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
+        )
     etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     sizes = ParallelSizes(
         subject.tp,
@@ -104,36 +104,22 @@ def sizes_of(subject: Subject) -> ParallelSizes:
 
 
 def staged_dims(subject: Subject) -> ModelDims:
-    """The sizes of the model with the layers that Megatron divides over stages, of which HybridModel has twice as many.
-
-    Raises as `config_of`.
-    """
+    """The model's sizes with the layers that Megatron divides over stages, twice as many for HybridModel."""
     dims = dims_of(config_of(subject))
     return hybrid_dims(dims) if subject.megatron_files.hybrid else dims
 
 
-def _check_hybrid_options(subject: Subject) -> None:
-    """Raises UsageError for options that Megatron-LM refuses beside a layer pattern."""
-    refused = [option for option in subject.options.megatron.given() if option in _NOT_OF_HYBRID]
-    if refused and subject.megatron_files.hybrid:
-        raise UsageError(
-            f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
-            "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
-        )
-
-
 def megatron_interpreter(subject: Subject) -> Interpreter:
-    """The Python that has Megatron."""
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
 @once
 def run_megatron(subject: Subject) -> MegatronRun:
-    """Loads the checkpoint of `subject` into real Megatron, a process for each rank of its parallel sizes.
+    """Loads the checkpoint of `subject` into real Megatron, in one process for each rank of its parallel sizes.
 
-    On GPUs (NCCL) where there are enough of them, else on the CPU: in one process group (gloo) where the ranks are few
-    and fit, else each by itself, a few at once. Raises as `sizes_of`, and CkptkitError where
-    the source does not fit its own config.
+    On GPUs (NCCL) if there are enough of them, otherwise on the CPU: in one process group (gloo) if the ranks are few
+    and fit, otherwise each by itself, a few at a time. Raises as `sizes_of`, and CkptkitError for a source that does
+    not fit its own config.
     """
     sizes = sizes_of(subject)
     _check_release(subject)
@@ -143,55 +129,45 @@ def run_megatron(subject: Subject) -> MegatronRun:
     trainer = subject.options.megatron.trainer_loader
     ranks = subject.options.megatron.ranks or range(sizes.world)
     gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
-    at_once = 0 if gpu else _at_once(subject, sizes)
+    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
+    is_group = gpu or (not subject.options.megatron.ranks and fits_together(sizes.world, each))
+    at_once = 0 if is_group else ranks_at_once(each)
     if trainer:
         _check_trainer(subject, sizes, at_once)
         if reason := tracker_fault(subject.location.path):
             return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
-    job = replace(_job(subject, sizes, gpu), at_once=at_once)
-    if trainer:
-        job = replace(job, trainer=job.checkpoint.parent)
+    root = subject.location.path.parent if trainer else None
+    job = replace(_job(subject, sizes, gpu), at_once=at_once, trainer=root)
     turns = math.ceil(len(ranks) / at_once) if at_once else 1
     answer = _ask_megatron(subject, job, ranks, turns * time_limit(subject.checkpoint.specs))
     reports = [] if answer.failures else list(answer.reports.values())
     if (at_once or trainer) and len(ranks) == sizes.world:
         reports = _with_missing(reports, subject)
     verdicts = {rank: failure.message for rank, failure in answer.failures.items() if failure.verdict}
-    unable = str(_unable(answer)) if answer.failures and not verdicts else None
+    unable = str(_inconclusive(answer)) if answer.failures and not verdicts else None
     return MegatronRun(sizes, _device(job, gpu), reports, verdicts, unable)
 
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
-    """Raises CannotCheck where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
+    """Raises CannotCheck if Megatron-LM's `load_checkpoint` is missing, or cannot run in this layout."""
     if not megatron_interpreter(subject).has("megatron.training"):
         raise CannotCheck(
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
         )
-    plain = ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp)
-    if sizes != plain:
+    if sizes != ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp):
         raise CannotCheck(
-            f"{_TRAINER} is run with --tp, --pp, --ep and --etp alone, of layers that divide evenly, not with {sizes}"
+            f"{_TRAINER} is run only with --tp, --pp, --ep and --etp, and layers that divide evenly, not with {sizes}"
         )
     if at_once:
         raise CannotCheck(
-            f"{_TRAINER} needs all {sizes.world} rank(s) at once, which these are not: leave out --ranks, or choose "
-            "sizes of fewer ranks that fit into memory"
+            f"{_TRAINER} needs all {sizes.world} rank(s) at once, and these run a few at a time: leave out --ranks, or "
+            "choose sizes of fewer ranks that fit into memory"
         )
 
 
-def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
-    """How many ranks run at a time, each by itself; 0 for all of them in one process group."""
-    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
-    together = not subject.options.megatron.ranks and fits_together(sizes.world, each)
-    return 0 if together else ranks_at_once(each)
-
-
 def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) -> int:
-    """About the most memory that a rank takes. Of the stages the longest counts, with the embedding as well.
-
-    A chunk on disk, and a tensor to compare with, are read whole.
-    """
+    """An upper estimate of a rank's memory, for the longest stage with the embedding, and complete chunks on disk."""
     longest = max(sum(map(len, chunks)) for chunks in sizes.pipeline(dims).stages) / dims.layers
     held, largest = 0.0, 0
     for name, spec in checkpoint.specs.items():
@@ -202,7 +178,7 @@ def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) 
 
 
 def ranks_at_once(each: int) -> int:
-    """How many ranks of `each` bytes may run at a time: no more than there are cores, and at least one."""
+    """The number of ranks of `each` bytes that may run at a time: at most one a core, and at least one."""
     return max(1, min(cores(), free_memory() // each))
 
 
@@ -212,7 +188,7 @@ def fits_together(world: int, each: int) -> bool:
 
 
 def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankReport]:
-    """Adds the keys on disk that none of these ranks asked for, which Megatron tells ranks in a process group."""
+    """Adds the keys on disk that no rank requested, which Megatron reports only in a process group."""
     stored = TorchDistCheckpoint(subject.location.path, hf=subject.hf_path).metadata
     disk = {*stored.tensors, *(key.partition("/shard_")[0] for key in stored.objects)} - {"common_state"}
     missing = disk.difference(*(report.asked for report in reports))
@@ -220,7 +196,7 @@ def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankR
 
 
 def _check_release(subject: Subject) -> None:
-    """Raises CannotCheck for tensors or a model that the installed megatron-core does not take."""
+    """Raises CannotCheck for tensors or a model that the installed megatron-core does not support."""
     dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
     if (layout := subject.megatron_files.metadata.layout) != "torch_dist":
         raise CannotCheck(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
@@ -228,11 +204,10 @@ def _check_release(subject: Subject) -> None:
         raise CannotCheck(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
     dims, found = dims_of(config_of(subject)), str(megatron_interpreter(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
-    for what, since in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
-        if release < since:
-            raise CannotCheck(
-                f"the HybridModel of megatron-core {found} has no {what}: install {since[0]}.{since[1]} or later"
-            )
+    for feature, (major, minor) in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
+        if release < (major, minor):
+            message = f"the HybridModel of megatron-core {found} has no {feature}: install {major}.{minor} or later"
+            raise CannotCheck(message)
     is_about = {"indexer-rows": dims.indexer, "query-norm": dims.mla and dims.mla.q_rank is None}
     for known in quirks("megatron", "refuses", found):
         if is_about[known.id]:
@@ -241,64 +216,55 @@ def _check_release(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """What Megatron computed in a layout, and what transformers makes of the same prompts."""
+    """Megatron's answers in a layout, and transformers' answers to the same prompts."""
 
     version: str
     sizes: ParallelSizes
     device: str
-    dtype: str  # in which Megatron computed
+    dtype: str  # of the computation
     answers: Mapping[int, Sequence[Judged]]  # by rank of the last pipeline stage
-    reference: Reference | None  # None: some of the answers are not numbers
+    reference: Reference | None  # or None if some answers are not finite
 
 
 def computes_in(subject: Subject) -> Sequence[str]:
-    """The dtypes in which Megatron is asked for prompts: float32, and on GPUs also the checkpoint's own."""
+    """The dtypes in which Megatron computes: float32, and on GPUs also the checkpoint's own."""
     stored = main_dtype(subject.checkpoint.specs) or "bfloat16"
     return ["float32", stored] if stored != "float32" and _on_gpus(sizes_of(subject)) else ["float32"]
 
 
 def _not_computed(dims: ModelDims) -> str | None:
-    """Why Megatron is not asked to compute a model: its layers here only hold the weights; else None.
-
-    They need a CUDA kernel, or are a trainer's own. What takes their place in `variants` is ours, and no witness.
-    """
-    kernels = {
-        "Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
-        "gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
-        "sparse attention needs a CUDA kernel (fast_hadamard_transform)": dims.indexer is not None,
+    """The reason why Megatron cannot compute a model, or None. Layers of `variants` only hold weights."""
+    own = "trainers bring their own layers"
+    reasons = {
+        "Megatron's Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
+        "Megatron's gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
+        "Megatron's sparse attention needs a CUDA kernel (fast_hadamard_transform)": dims.indexer is not None,
+        f"megatron-core has no norms after attention and MLP: {own}": bool(dims.sandwich),
+        f"megatron-core has no query and key norms over all heads at once: {own}": dims.qk_norm_full,
     }
-    if reason := next((words for words, needed in kernels.items() if needed), None):
-        return f"Megatron's {reason}"
-    missing = {
-        "norms after attention and MLP": bool(dims.sandwich),
-        "query and key norms over all heads at once": dims.qk_norm_full,
-    }
-    if reason := next((words for words, needed in missing.items() if needed), None):
-        return f"megatron-core has no {reason}: trainers bring their own layers"
-    return None
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
-    """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, and transformers.
+    """Megatron's answers to prompts (token ids) in the requested sizes, computed in `dtype`, and transformers' answers.
 
-    Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
-    CannotCheck where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
+    Its layers have Megatron's own spec in float32, otherwise Transformer Engine's if that is installed. Raises
+    CannotCheck if either cannot answer, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
     from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):
-        raise CannotCheck(f"{reason}; `verify --logits` without --against-megatron asks transformers alone (CK607)")
+        raise CannotCheck(f"{reason}; `verify --logits` without --against-megatron only runs transformers (CK607)")
     _check_release(subject)
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     gpu = _on_gpus(sizes)
     job = _job(subject, sizes, gpu)
-    engine = job.transformer_engine and dtype != "float32"
-    job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
+    job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=job.transformer_engine and dtype != "float32")
     answer = _ask_megatron(subject, job, range(sizes.world), time_limit(subject.checkpoint.specs, passes=4))
     if answer.failures:
-        raise _unable(answer)
+        raise _inconclusive(answer)
     answers = {rank: report.judged for rank, report in answer.reports.items() if report.judged}
     reference = None
     if not any(not_finite_logprobs(judged)[0] for judged in answers.values()):
@@ -317,17 +283,17 @@ def _device(job: RankJob, gpu: bool) -> str:
     spec = "Transformer Engine spec" if job.transformer_engine else "local spec"
     if job.trainer:
         return f"{_TRAINER}, gloo on the CPU, {spec}"
-    alone = f"the CPU, each rank by itself and {job.at_once} at once"
-    return f"{'NCCL on GPUs' if gpu else alone if job.at_once else 'gloo on the CPU'}, {spec}"
+    if job.at_once:
+        return f"the CPU, each rank by itself and {job.at_once} at once, {spec}"
+    return f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
 
 
-def _unable(answer: Answer[RankReport]) -> CannotCheck:
+def _inconclusive(answer: Answer[RankReport]) -> CannotCheck:
     rank, failure = min(answer.failures.items())
     return inconclusive(f"rank {rank} failed", failure)
 
 
 def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
-    """What all ranks are asked."""
     return RankJob(
         checkpoint=subject.location.path,
         hf=subject.hf_path,
@@ -341,11 +307,7 @@ def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
 
 
 def _ask_megatron(subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float) -> Answer[RankReport]:
-    """What these ranks report.
-
-    On the CPU they are forked from one process that has imported Megatron, which takes longer than to load a small
-    model. CUDA bears no fork.
-    """
+    """The answer of these ranks. On the CPU they are forked after the slow import of Megatron; CUDA allows no fork."""
     jobs = {rank: replace(job, rank=rank) for rank in ranks}
     interpreter = megatron_interpreter(subject)
     return ask_ranks(jobs, _WITNESS, RankReport, limit_s, interpreter, together=not job.gpu)

@@ -1,7 +1,4 @@
-"""What each parameter of a Megatron rank must hold, predicted from global tensors, and what it holds instead.
-
-Megatron's resharding is never asked, only its numbers of layers, experts and ranks.
-"""
+"""Expected slices of each parameter of a Megatron rank, without Megatron's resharding, and causes of differences."""
 
 from __future__ import annotations
 
@@ -22,26 +19,23 @@ from ckptkit.verify.evidence.folding import parts_apart, pattern_of
 from ckptkit.verify.witnesses.loading.bits import poisoned, unequal
 from ckptkit.verify.witnesses.megatron.job import TensorSeen
 
-_READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
+_READ_BYTES = 4 << 30  # of the reference, to find the tensor in the wrong place
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands: tensor parallel rank and size, those inside experts, and its first and last expert + 1.
-
-    `local_spec`: its layers are those of Megatron's own spec, not Transformer Engine's.
-    """
+    """Tensor parallel rank and size, those inside experts, and the rank's experts."""
 
     tp_rank: int
     tp: int
     etp_rank: int
     etp: int
     experts: range
-    local_spec: bool = False
+    local_spec: bool = False  # its layers have Megatron's own spec, not Transformer Engine's
 
     @staticmethod
     def here(experts: int, local_spec: bool = False) -> Position:
-        """Of this process, by Megatron's own count, where the model has so many experts in all."""
+        """The position of this process by Megatron's own numbers, in a model with so many experts."""
         from megatron.core import parallel_state
 
         each = experts // parallel_state.get_expert_model_parallel_world_size()
@@ -57,19 +51,19 @@ class Position:
 
 
 def layers_of_chunk(chunk: Any) -> tuple[int, ...]:
-    """Global numbers of the layers of a GPTModel, from 0, by Megatron's own count (its `layer_number` begins at 1)."""
+    """Global numbers of the layers of a GPTModel, from 0, by Megatron's own `layer_number`, which begins at 1."""
     return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
 
 def ranks_of(rule: Rule, at: Position) -> tuple[int, int]:
-    """The tensor parallel rank that cuts this tensor, and how many there are: inside experts others than outside."""
+    """The tensor parallel rank and size that divide this tensor; they differ inside experts."""
     return (at.etp_rank, at.etp) if ".experts.experts." in rule.megatron else (at.tp_rank, at.tp)
 
 
 def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tuple[Tensor, Tensor]:
     """The part of a global tensor that a rank must hold, in the dtype of `local`, and that part of `local`.
 
-    Both are the same shape unless something is wrong. Rows of padding in the vocabulary are left out.
+    Both have the same shape unless something is wrong. Rows of padding in the vocabulary are left out.
     """
     rank, size = ranks_of(rule, at)
     if rule.mapping.vocab:
@@ -87,58 +81,55 @@ def compare_all(
     reference: Checkpoint,
     at: Position,
 ) -> Iterator[TensorSeen]:
-    """Every parameter of a rank (`held`, by local name) against the reference, read group by group."""
-    wanted: dict[str, list[str]] = {}
+    """Compares every parameter of a rank (`held`, by local name) with the reference, read group by group."""
+    locals_of: dict[str, list[str]] = {}
     for local, tensor in held.items():
         name = name_of(local)
         if name in rules and name in reference.specs:
-            wanted.setdefault(name, []).append(local)
+            locals_of.setdefault(name, []).append(local)
         else:
             yield TensorSeen(local, name, "unknown", tensor.nbytes, tensor.numel())
     siblings = Siblings(rules, reference, at)
     for group in reference.groups:
-        names = [name for name in group if name in wanted]
+        names = [name for name in group if name in locals_of]
         for name, whole in (reference.read(names) if names else {}).items():
-            for local in wanted[name]:
+            for local in locals_of[name]:
                 here = held[local].cpu()
                 seen = compare_slice(local, rules[name], whole, here, at)
                 if seen.verdict == "differs":
                     diagnosis = diagnose(rules[name], whole, here, at)
-                    seen = replace(seen, diagnosis=diagnosis, origins=siblings.whose(name, here))
+                    seen = replace(seen, diagnosis=diagnosis, origins=siblings.find(name, here))
                 yield seen
 
 
 def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:
-    """Holds one parameter (on the CPU) against its prediction, bit for bit."""
+    """Compares one parameter (on the CPU) with its prediction, bit for bit."""
     expected, held = expected_slice(rule, whole, local, at)
     dtype = str(local.dtype).removeprefix("torch.")
     seen = TensorSeen(local_name, rule.megatron, "equal", held.nbytes, held.numel(), dtype=dtype)
     if same_bytes(expected.contiguous(), held.contiguous()):
         return seen
-    far = compare(rule.megatron, held, expected, held.dtype)
-    if not far.same_shape:
-        return replace(seen, verdict="differs", differing=far.unequal)
+    result = compare(rule.megatron, held, expected, held.dtype)
+    if not result.same_shape:
+        return replace(seen, verdict="differs", differing=result.unequal)
     if poisoned(local).all():
-        return replace(seen, verdict="unwritten", differing=far.unequal)
-    return replace(seen, verdict="differs", differing=far.unequal, largest=far.largest)
+        return replace(seen, verdict="unwritten", differing=result.unequal)
+    return replace(seen, verdict="differs", differing=result.unequal, largest=result.largest)
 
 
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
-    """Which rows of `local` are not those of its slice of `whole`, and what they hold where that can be told.
-
-    Both have the shapes of `expected_slice`. Rows of the vocabulary are numbered as in the whole tensor.
-    """
+    """The rows of `local` that differ from its slice of `whole`, and the source of their values where it is known."""
     expected, held = expected_slice(rule, whole, local, at)
     if expected.shape != held.shape:
         return f"shape {list(held.shape)}, not {list(expected.shape)}"
     rank, size = ranks_of(rule, at)
     cut = size > 1 and expected.shape != whole.shape
-    where = [f"in the slice of tensor parallel rank {rank} of {size}"] if cut else []
-    return ": ".join([*where, *_instead(rule, whole, expected, held, at)])
+    place = [f"in the slice of tensor parallel rank {rank} of {size}"] if cut else []
+    return ": ".join([*place, *_find_cause(rule, whole, expected, held, at)])
 
 
-def _instead(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Position) -> Iterator[str]:
-    # A smaller dtype that the values went through, if that explains every difference.
+def _find_cause(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Position) -> Iterator[str]:
+    # An intermediate smaller dtype, if it explains every difference.
     for dtype in (torch.bfloat16, torch.float16) if expected.dtype == torch.float32 else ():
         if _equal(expected.to(dtype).float(), held):
             yield f"the source's values rounded to {str(dtype).removeprefix('torch.')}"
@@ -161,10 +152,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Siblings:
-    """Finds the tensors of the reference whose slice a parameter holds: of other layers, other experts, other norms.
-
-    `digests` holds what was read so far; after `_READ_BYTES` no more is read, and nothing is found.
-    """
+    """Finds the reference tensors that have a parameter's values, among the first `_READ_BYTES` that it reads."""
 
     rules: Mapping[str, Rule]
     reference: Checkpoint
@@ -172,15 +160,13 @@ class Siblings:
     digests: dict[str, bytes] = field(default_factory=dict)
     read: int = 0
 
-    def whose(self, name: str, local: Tensor) -> tuple[str, ...]:
-        """Every tensor of the same kind whose slice is `local`, those closest by name alone; empty for a constant."""
+    def find(self, name: str, local: Tensor) -> tuple[str, ...]:
+        """The closest tensors of the same kind, by name, that have the values `local`; empty for a constant."""
         if local.numel() and not unequal(local, local.flatten()[0].expand(local.shape)).any():
             return ()
-        wanted = digest_of(local.contiguous())
-        for tier in self._tiers(name):
-            if found := tuple(other for other in tier if self._digest(other, local) == wanted):
-                return found
-        return ()
+        digest = digest_of(local.contiguous())
+        matches = (tuple(one for one in tier if self._digest(one, local) == digest) for tier in self._tiers(name))
+        return next(filter(None, matches), ())
 
     def _tiers(self, name: str) -> Iterator[list[str]]:
         """Candidates, the likeliest first: one number apart, then all of the kind, then norms of another kind."""

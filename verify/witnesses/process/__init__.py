@@ -1,4 +1,1 @@
-"""Child processes of verification: how they start, what limits them, how they end, and the files they exchange.
-
-Knows neither engines nor checkpoints.
-"""
+"""Child processes of verification: start, limits, exit, and the files that they exchange."""

@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, Any)
 
 
 def save(value: Any, path: Path) -> None:
-    """Writes a dataclass as JSON, whole or not at all. A path is written as its text."""
+    """Writes a dataclass as JSON atomically. Paths become text."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(asdict(value), default=os.fspath))
     part.rename(path)
@@ -24,15 +24,12 @@ def save(value: Any, path: Path) -> None:
 
 def load_record(kind: type[T], path: Path) -> T:
     """Reads the dataclass of type `kind` that `save` wrote."""
-    found: T = decoded(kind, json.loads(path.read_text()))
-    return found
+    record: T = decoded(kind, json.loads(path.read_text()))
+    return record
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """The value of type `kind` for its JSON: dataclasses, paths, named tuples, tuples, sequences and mappings, nested.
-
-    `X | None` is None or an X; of another union nothing is decoded.
-    """
+    """The value of type `kind` for its JSON; of a union only `X | None` is decoded."""
     if NoneType in get_args(kind):
         kinds = [one for one in get_args(kind) if one is not NoneType]
         kind = kinds[0] if len(kinds) == 1 else Any

@@ -1,8 +1,8 @@
-"""Why a witness gave no report, and whether that is a verdict of the code under test on the checkpoint.
+"""The reason why a witness gave no report, and whether it is a verdict of the code under test on the checkpoint.
 
-A witness notes which phase it is in. An exception is a verdict only where the code under test raised it while it built
-the model from the config or loaded the weights. One from ckptkit, from an import, from the machine (memory, CUDA, a
-missing library) or from setting up the environment says nothing about the checkpoint.
+A witness records its current phase. An exception is a verdict only if the code under test raised it while it built the
+model from the config or loaded the weights. Exceptions of ckptkit, of an import, of the machine (memory, CUDA, a
+missing library) or of the environment's set-up are no verdict on the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import one_line
 from ckptkit.verify.witnesses.process.codec import load_record, save
 
-OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
+OVER_MEMORY = 256  # replaces the exit code of a process that was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit"})
-# Functions of ckptkit that torch calls around other code: what is raised further in comes from that code.
+# Functions of ckptkit that torch calls around other code, so that inner frames belong to that code.
 _AROUND_CALLS = frozenset({"__torch_dispatch__", "__torch_function__"})
 # By name, since this module is for processes without torch too.
 _OF_THE_MACHINE = frozenset(
     {"ImportError", "KeyboardInterrupt", "MemoryError", "NameError", "NotImplementedError", "OSError", "SystemExit"}
     | {"AcceleratorError", "DistBackendError", "DistError", "DistNetworkError", "OutOfMemoryError"}
 )
-_MACHINE_SAYS = re.compile(
+_MACHINE_MESSAGE = re.compile(
     r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace"
     r"|current (?:platform|GPU)|only for NPU",
     re.IGNORECASE,
 )
-# What a refusal names that may be due to the device, and not to the config.
+# Words of a refusal that may be due to the device instead of the config.
 _NAMES_DEVICE = re.compile(r"\b(?:GPU|CUDA|SM ?\d+|device|platform|capability|kernel|backend)s?\b", re.IGNORECASE)
-# What Python raises by itself where code meets what it was not written for.
+# Exceptions that Python raises by itself for unexpected values.
 _BY_ACCIDENT = (AttributeError, LookupError, NameError, TypeError)
 _CONFIGS = frozenset({"PretrainedConfig", "PreTrainedConfig"})  # of transformers, up to 4 and from 5 on
-# Modules that start compilers, ask devices or make process groups.
-_MACHINERY = (
+# Modules that start compilers, query devices or create process groups.
+_INFRASTRUCTURE = (
     *("ctypes", "subprocess", "triton", "tvm_ffi", "torch.cuda", "torch.utils.cpp_extension"),
     *("torch.distributed.distributed_c10d", "torch.distributed.rendezvous"),
 )
@@ -49,17 +49,17 @@ _MACHINERY = (
 
 @dataclass(frozen=True)
 class Phase:
-    """What a witness is doing, and whose exceptions are then about the checkpoint. Modules are given by name."""
+    """A step of a witness, and the modules, by name, whose exceptions in it are about the checkpoint."""
 
     name: str
-    speakers: tuple[str, ...] = ()  # modules under test whose exceptions are verdicts in this phase
-    deciders: tuple[str, ...] = ()  # modules that refuse a config in words of their own, by an ImportError for one
-    machinery: tuple[str, ...] = ()  # modules of the engine whose exceptions are about our set-up, or the machine
+    code_under_test: tuple[str, ...] = ()  # exceptions of these are verdicts
+    config_validators: tuple[str, ...] = ()  # these refuse a config by messages of their own, even as ImportError
+    infrastructure: tuple[str, ...] = ()  # exceptions of these are about our set-up or the machine
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The phase that a witness ended in, what it raised, if anything, and whether that is a verdict."""
+    """The last phase of a witness, its exception, if any, and whether that is a verdict."""
 
     phase: str
     message: str = ""
@@ -70,18 +70,18 @@ class ExitReport:
 
 
 def exit_report_path(report: Path) -> Path:
-    """The file beside `report` in which its witness notes how it ended."""
+    """The file next to `report` with the exit report of its witness."""
     return report.with_suffix(".ending")
 
 
 def exit_report_of(report: Path) -> ExitReport:
-    """How the witness of `report` ended. One that wrote nothing ended during its imports."""
+    """The exit report of the witness of `report`. Without a file it ended during its imports."""
     path = exit_report_path(report)
     return load_record(ExitReport, path) if path.exists() else ExitReport("importing its packages")
 
 
 class PhaseLog:
-    """Writes an `ExitReport` beside `report` as a phase begins and, as a context manager, as an exception leaves."""
+    """Writes an `ExitReport` next to `report` as a phase begins and, as a context manager, on an exception."""
 
     def __init__(self, report: Path) -> None:
         self._path = exit_report_path(report)
@@ -89,12 +89,11 @@ class PhaseLog:
         self._step = ""
 
     def enter(self, phase: Phase) -> None:
-        """Notes that a phase begins."""
         self._phase, self._step = phase, ""
         save(ExitReport(phase.name), self._path)
 
     def step(self, what: str) -> None:
-        """Notes what happens now in this phase. An exception that follows is told with it."""
+        """Records a step of this phase, which is appended to the message of an exception."""
         self._step = what
 
     def __enter__(self) -> PhaseLog:
@@ -104,36 +103,32 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            message = "; ".join(filter(None, [described_error(error), self._step]))
+            message = "; ".join(filter(None, [describe_error(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
 
 
 def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
-    """What a witness does as a program: runs the job in the file that the command line names, of type `kind`.
-
-    Saves what `run` returns in the job's file `report`; None: it saved its report itself.
-    """
+    """The main function of a witness: runs the job of the command line, and saves the report if `run` returns one."""
     job = load_record(kind, Path(sys.argv[1]))
     with PhaseLog(Path(job.report)) as phases:
-        if (found := run(job, phases)) is not None:
-            save(found, Path(job.report))
+        if (report := run(job, phases)) is not None:
+            save(report, Path(job.report))
 
 
-def how_it_ended(code: int) -> str | None:
-    """Describes an exit code; None for 0. A kernel short of memory kills with SIGKILL."""
+def describe_exit_code(code: int) -> str | None:
+    """Describes an exit code; None for 0. The kernel kills with SIGKILL when memory runs out."""
     if code == 0:
         return None
     if code == OVER_MEMORY:
         return "ended by ckptkit: it took nearly all memory that was free when it began"
     if code > 0:
         return f"exit code {code}"
-    return f"killed by {signal.Signals(-code).name}" + (
-        ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-    )
+    cause = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{cause}"
 
 
-def described_error(error: BaseException) -> str:
-    """Describes an exception on one line, with the place that raised it; one of ckptkit's own by what it says."""
+def describe_error(error: BaseException) -> str:
+    """Describes an exception on one line, with the place that raised it; one of ckptkit only by its message."""
     if isinstance(error, CkptkitError):
         return ": ".join(filter(None, [error.message, error.hint]))
     at = traceback.extract_tb(error.__traceback__)[-1:]
@@ -145,34 +140,30 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
     """Whether the code under test raised this because of the checkpoint."""
     if _is_decision(error, phase):
         return True
-    if any(_is_of_the_machine(one) for one in _chain(error)):
+    frames = _foreign_frames(error)
+    if any(map(_is_of_the_machine, _chain(error))) or _is_importing(frames):
         return False
-    theirs = _beyond_ours(error)
-    names = [str(frame.f_globals.get("__name__", "")) for frame in theirs]
-    importing = any(frame.f_code.co_name == "<module>" for frame in theirs)
-    in_machinery = any(_is_within(name, (*_MACHINERY, *phase.machinery)) for name in names)
-    return not importing and not in_machinery and any(_is_within(name, phase.speakers) for name in names)
+    names = [_module_of(frame) for frame in frames]
+    if any(_is_within(name, (*_INFRASTRUCTURE, *phase.infrastructure)) for name in names):
+        return False
+    return any(_is_within(name, phase.code_under_test) for name in names)
 
 
 def _is_decision(error: BaseException, phase: Phase) -> bool:
-    """Whether a decider itself refused the config, or looked for a key that config.json does not have.
-
-    Neither what fails within it, an import for one, nor what it says of the device that is here.
-    """
+    """Whether a config validator refused the config itself, not the device, or read a key that config.json lacks."""
     if isinstance(error, AttributeError) and {kind.__name__ for kind in type(error.obj).__mro__} & _CONFIGS:
-        return bool(phase.deciders)
-    theirs = _beyond_ours(error)
-    raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
-    if any(frame.f_code.co_name == "<module>" for frame in theirs):
+        return bool(phase.config_validators)
+    frames = _foreign_frames(error)
+    if not frames or _is_importing(frames) or not _is_within(_module_of(frames[-1]), phase.config_validators):
         return False
-    by_accident = isinstance(error, _BY_ACCIDENT) or (isinstance(error, ImportError) and error.name is not None)
-    says = str(error)
-    of_device = _MACHINE_SAYS.search(says) or _NAMES_DEVICE.search(says)
-    return _is_within(raised_by, phase.deciders) and not by_accident and says.strip() != "" and not of_device
+    is_accident = isinstance(error, _BY_ACCIDENT) or (isinstance(error, ImportError) and error.name is not None)
+    message = str(error)
+    is_about_device = _MACHINE_MESSAGE.search(message) or _NAMES_DEVICE.search(message)
+    return not is_accident and message.strip() != "" and not is_about_device
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception with its causes; of torch's CheckpointException also what the ranks raised."""
+    """An exception with its causes, including those of the ranks in torch's CheckpointException."""
     while error is not None:
         yield error
         for inner, _ in dict(getattr(error, "failures", {})).values():
@@ -182,13 +173,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_of_the_machine(error: BaseException) -> bool:
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not isinstance(error, FileNotFoundError) and (
-        bool(kinds & _OF_THE_MACHINE) or _MACHINE_SAYS.search(str(error)) is not None
-    )
+    is_of_machine = bool(kinds & _OF_THE_MACHINE) or _MACHINE_MESSAGE.search(str(error)) is not None
+    return is_of_machine and not isinstance(error, FileNotFoundError)
 
 
-def _beyond_ours(error: BaseException) -> Sequence[FrameType]:
-    """The frames below the last one of ckptkit, outermost first; none where ckptkit raised it."""
+def _foreign_frames(error: BaseException) -> Sequence[FrameType]:
+    """The frames below the last one of ckptkit, outermost first; empty if ckptkit raised the exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     relevant = [
         frame
@@ -200,7 +190,15 @@ def _beyond_ours(error: BaseException) -> Sequence[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS
+    return _module_of(frame).partition(".")[0] in _OURS
+
+
+def _is_importing(frames: Sequence[FrameType]) -> bool:
+    return any(frame.f_code.co_name == "<module>" for frame in frames)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_within(module: str, packages: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""An H100 SXM that is not there: what programs ask of a GPU while they choose for one on a machine without."""
+"""Properties of an H100 SXM, for programs that choose for one on a machine without a GPU."""
 
 from __future__ import annotations
 

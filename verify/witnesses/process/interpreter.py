@@ -1,4 +1,4 @@
-"""The Python that a witness runs in: this one, or that of another environment, which needs nothing of ckptkit."""
+"""The Python of a witness: this one, or that of another environment, which needs no package of ckptkit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.core.isolation import PACKAGES_HOME, start_python
 from ckptkit.core.printable import one_line
 from ckptkit.verify.witnesses.process.sandbox import environment
 
-_SECONDS = 120  # of a busy machine with its packages on a network's disk
+_SECONDS = 120  # for a busy machine with its packages on a network disk
 _ABSENT = 3  # an exit code
 # Prints the version of a package, or whether a module can be found.
 _RELEASE = "from importlib.metadata import version; print(version(sys.argv[1]))"
@@ -34,30 +34,31 @@ except ModuleNotFoundError:  # as PackageNotFoundError is
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python, and what a witness that runs in it sees of this process's variables."""
+    """A Python, and changes to the environment variables of a witness that runs in it."""
 
     path: str = sys.executable
-    hidden: Collection[str] = ()  # variables that it must not see
-    variables: Mapping[str, str] = field(default_factory=dict)  # more of them
+    hidden: Collection[str] = ()  # removed variables
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones
 
     @property
-    def elsewhere(self) -> bool:
+    def is_external(self) -> bool:
         """Whether it has packages of its own."""
         return self.path != sys.executable
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """The variables of a witness. In another environment it finds ckptkit's own packages alone, from `scratch`."""
-        found = environment(**self.variables)
-        if self.elsewhere:
-            found["PYTHONPATH"] = str(_travelling(scratch))
-        return {name: value for name, value in found.items() if name not in self.hidden}
+        """The variables of a witness. Another environment gets only ckptkit's own packages, from `scratch`."""
+        variables = environment(**self.variables)
+        if self.is_external:
+            home = scratch / "path"  # has no package but ckptkit
+            home.mkdir(exist_ok=True)
+            if not (home / "ckptkit").exists():
+                (home / "ckptkit").symlink_to(PACKAGES_HOME / "ckptkit")
+            variables["PYTHONPATH"] = str(home)
+        return {name: value for name, value in variables.items() if name not in self.hidden}
 
     def release(self, package: str) -> str | None:
-        """The version of a package that is installed there, which is not imported; None without it.
-
-        Raises UsageError where this is not a Python that runs.
-        """
-        if not self.elsewhere:
+        """The version of a package there, without import, or None. Raises UsageError for a Python that does not run."""
+        if not self.is_external:
             with suppress(PackageNotFoundError):
                 return version(package)
             return None
@@ -65,46 +66,33 @@ class Interpreter:
         return None if done.returncode else done.stdout.strip()
 
     def has(self, module: str) -> bool:
-        """Whether a module can be found there. Only packages that it is in are imported."""
-        if not self.elsewhere:
+        """Whether a module can be found there. Only its parent packages are imported."""
+        if not self.is_external:
             return find_spec(module) is not None
         return self._ask(_HAS, module).returncode == 0
 
     def _ask(self, program: str, word: str) -> subprocess.CompletedProcess[str]:
-        """Runs a short program there. Raises UsageError where this is not a Python that runs."""
-        found = environment() | {"PYTHONPATH": ""}
+        """Runs a short program there. Raises UsageError if this is not a Python that runs."""
+        variables = environment() | {"PYTHONPATH": ""}
+        command = ["-c", _PROGRAM.format(program, _ABSENT), word]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         try:
             with (
                 TemporaryDirectory(prefix="ckptkit-python-") as folder,
-                start_python(
-                    ["-c", _PROGRAM.format(program, _ABSENT), word], Path(folder), found, self.path, **pipes
-                ) as process,
+                start_python(command, Path(folder), variables, self.path, **pipes) as process,
             ):
                 try:
-                    said, errors = process.communicate(timeout=_SECONDS)
+                    output, errors = process.communicate(timeout=_SECONDS)
                 finally:
                     process.kill()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
         if process.returncode not in (0, _ABSENT):
             raise UsageError(f"{self.path} is not a Python that runs", one_line(errors)[-200:] or "it failed")
-        return subprocess.CompletedProcess([self.path], process.returncode, said)
+        return subprocess.CompletedProcess([self.path], process.returncode, output)
 
 
 def python_of(program: str, given: Mapping[str, str]) -> str:
-    """The Python that has a program: as given, else as its environment variable says, else this one.
-
-    A path is made absolute, since a witness runs in another directory; a name is looked up in PATH.
-    """
-    found = given.get(program) or os.environ.get(f"CKPTKIT_{program.upper()}_PYTHON") or sys.executable
-    return os.path.abspath(found) if os.sep in found else found
-
-
-def _travelling(scratch: Path) -> Path:
-    """A directory with the package ckptkit and nothing of what is installed beside them."""
-    found = scratch / "path"
-    found.mkdir(exist_ok=True)
-    if not (found / "ckptkit").exists():
-        (found / "ckptkit").symlink_to(PACKAGES_HOME / "ckptkit")
-    return found
+    """The absolute path, or the name in PATH, of a program's Python: `given`, its environment variable, or this one."""
+    path = given.get(program) or os.environ.get(f"CKPTKIT_{program.upper()}_PYTHON") or sys.executable
+    return os.path.abspath(path) if os.sep in path else path

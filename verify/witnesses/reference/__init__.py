@@ -1,1 +1,1 @@
-"""transformers as the reference for what a model computes: log-probabilities, texts, and single layers."""
+"""transformers as the reference for a model's results: log-probabilities, texts, and single layers."""

@@ -1,4 +1,4 @@
-"""Which tensors of an adapter PEFT loads into the class of its base, and which it misses. No value is read.
+"""Tensors of an adapter that PEFT loads into the class of its base, and those that it misses. No value is read.
 
 As a program, `python -m ckptkit.verify.witnesses.reference.adapter JOB.json`. transformers builds the class on the meta
 device, and PEFT adds the adapter of adapter_config.json to it and loads tensors of the stored names and shapes.
@@ -26,9 +26,9 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 from ckptkit.verify.witnesses.reference.names import answer
 
-LOAD = Phase("loading the adapter in PEFT", speakers=("peft",))
-# Fields besides those that are applied in a merge: nothing else of adapter_config.json reaches PEFT, which imports
-# modules and reads files that other fields name.
+LOAD = Phase("loading the adapter in PEFT", code_under_test=("peft",))
+# Fields in addition to those that a merge applies. No other field of adapter_config.json reaches PEFT, which would
+# import modules and read files that they name.
 _FIELDS = ("bias", "fan_in_fan_out", "lora_dropout", "task_type")
 _CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -42,20 +42,20 @@ _IN_MEMORY = re.compile(
 
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
-    """Loads names and shapes. What PEFT stops with is `refused` in the report; names are as PEFT saves them."""
+    """Loads names and shapes. PEFT's exception is `refused` in the report; names are as PEFT saves them."""
     return answer(job, phases, LOAD, load_adapter)
 
 
 def load_adapter(job: NamesJob) -> NamesReport:
-    """Loads names and shapes into the class. Raises what transformers or PEFT raise about a config."""
+    """Loads names and shapes into the class. Raises exceptions of transformers or PEFT about a config."""
     config, first = config_for(job.config), NamesReport()
     if config is None:
         return first
     fields = {key: value for key, value in job.adapter.items() if FIELDS.get(key) == APPLIED or key in _FIELDS}
-    # How factors are initialized changes no name, and on the meta device some of it cannot be done.
+    # The initialization of factors changes no name, and some kinds do not run on the meta device.
     (Path(job.report).parent / "adapter_config.json").write_text(json.dumps(fields | {"init_lora_weights": True}))
-    for own, model_class in _classes(config, job.adapter.get("task_type"), job.tensors):
-        report = _loaded(model_class, own, job)
+    for base_config, model_class in _classes(config, job.adapter.get("task_type"), job.tensors):
+        report = _loaded(model_class, base_config, job)
         if not (report.missing or report.unexpected or report.other_shapes):
             fits = report.model_class if first.model_class else ""
             return replace(report, model_class=first.model_class or report.model_class, fits=fits)
@@ -64,34 +64,34 @@ def load_adapter(job: NamesJob) -> NamesReport:
 
 
 def _classes(config: Any, task: Any, tensors: Sequence[TensorSpec]) -> Iterator[tuple[Any, Any]]:
-    """The config and class that the adapter was trained on: that of its task, of the base, or of its language model."""
+    """The configs and classes that may be the adapter's base: of its task, of the base, or of its language model."""
     if task in _CLASSES:
         rows = [one.shape[0] for one in tensors if _HEAD.fullmatch(one.name) and len(one.shape) == 2]
         config.num_labels = rows[0] if rows else config.num_labels
-        if (of_task := _CLASSES[task].get(type(config), None)) is not None:
-            yield config, of_task
+        if (task_class := _CLASSES[task].get(type(config), None)) is not None:
+            yield config, task_class
             return
-    if (whole := class_for(config)) is not None:
-        yield config, whole
+    if (base_class := class_for(config)) is not None:
+        yield config, base_class
     text = config.get_text_config()
-    of_text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if text is not config and of_text not in (None, whole):
-        yield text, of_text
+    text_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if text is not config and text_class not in (None, base_class):
+        yield text, text_class
 
 
 def _loaded(model_class: Any, config: Any, job: NamesJob) -> NamesReport:
     weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in job.tensors}
     settings = peft.PeftConfig.from_pretrained(str(Path(job.report).parent))
-    settings.inference_mode = False  # so that what is trained can be told
+    settings.inference_mode = False  # keeps trained parameters distinguishable
     with hub_offline(), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is compared here: shapes and names
+        warnings.simplefilter("ignore")  # they are about the shapes and names compared here
         config._attn_implementation = "eager"
         model = peft.get_peft_model(model_class(config), settings, low_cpu_mem_usage=True)
         saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-        # Without these PEFT stops, and names one.
-        whole = {name: one for name, one in saved.items() if ".lora_" not in name and name not in weights}
+        # Without these PEFT stops at the first.
+        absent = {name: one for name, one in saved.items() if ".lora_" not in name and name not in weights}
         result: Any = peft.set_peft_model_state_dict(
-            model, weights | whole, ignore_mismatched_sizes=True, low_cpu_mem_usage=True
+            model, weights | absent, ignore_mismatched_sizes=True, low_cpu_mem_usage=True
         )
     shapes = {name: (list(weights[name].shape), list(one.shape)) for name, one in saved.items() if name in weights}
     other = {name: both for name, both in shapes.items() if both[0] != both[1]}
@@ -101,7 +101,7 @@ def _loaded(model_class: Any, config: Any, job: NamesJob) -> NamesReport:
     unmatched = [one for one in keys if not any(get_pattern_key([one[1]], name) == one[1] for name in modules)]
     return NamesReport(
         model_class.__name__,
-        sorted(lost.union(whole).difference(other)),
+        sorted(lost.union(absent).difference(other)),
         sorted(_IN_MEMORY.sub("", name) for name in result.unexpected_keys),
         [OtherShape(name, *both) for name, both in sorted(other.items())],
         unmatched=[f"{field} {key!r}" for field, key in unmatched],

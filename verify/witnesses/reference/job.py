@@ -1,4 +1,4 @@
-"""What transformers is asked for, and what it answers."""
+"""Jobs for transformers, and its answers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ckptkit.core.specs import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
-TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
+Ids = Sequence[Sequence[int]]  # token ids, one sequence a prompt
+TOP = 20  # log-probabilities compared at each position, in addition to the prompt's own
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a model makes of a prompt of n tokens; log-probabilities are natural logarithms."""
+    """A model's log-probabilities (natural logarithms) for a prompt of n tokens."""
 
     tokens: Sequence[float]  # of tokens 1 to n-1
     top_ids: Sequence[Sequence[int]]  # the most probable tokens at each of these positions
-    top: Sequence[Sequence[float]]  # log-probabilities, as many a position
+    top: Sequence[Sequence[float]]  # log-probabilities at each position, of TOP tokens
 
 
 def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) -> Judged:
-    """Of logits [tokens, vocabulary] of a prompt: its log-probabilities, the best tokens, and those of `top_ids`.
+    """The log-probabilities of a prompt, the best tokens, and those of `top_ids`, from its logits [tokens, vocabulary].
 
-    The same numbers from transformers and Megatron. Without `top_ids`, one list for each position but the first, those
-    of the best tokens themselves.
+    Both transformers and Megatron use it. Without `top_ids`, one list for each position but the first, the third are
+    those of the best tokens themselves.
     """
     import torch
 
@@ -44,32 +44,28 @@ def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = N
 
 @dataclass(frozen=True)
 class ReferenceJob:
-    """What transformers is asked to compute with a checkpoint."""
-
     checkpoint: Path
     report: str = ""
     prompts: Ids = ()
-    top_ids: Sequence[Ids] = ()  # for each prompt and position but the first: tokens whose log-probability is wanted
-    hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
-    dtype: str | None = None  # of the rounded pass; None: the one in which an engine computes
+    top_ids: Sequence[Ids] = ()  # tokens to judge at each prompt and position but the first
+    hf: Path | None = None  # has the config of a Megatron checkpoint without one
+    dtype: str | None = None  # of the rounded pass, if not an engine's
     texts: Ids | None = None  # to be predicted
-    activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing
-    temperatures: Sequence[float] | None = None  # of each prompt; None: 1
+    activations: int | None = None  # the result of `activations.group_of`
+    temperatures: Sequence[float] | None = None  # of each prompt, if not 1
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """How well a model predicts fixed texts."""
-
-    losses: Sequence[float]  # of each text, the sum of -ln p over its tokens but the first
+    losses: Sequence[float]  # for each text, the sum of -ln p over its tokens but the first
     structure: float  # of the median matrix (see `prediction.py`): trained weights have more
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers makes of each prompt; `top_ids` are its own most probable tokens."""
+    """transformers' answers to each prompt; `top_ids` are its own most probable tokens."""
 
-    dtype: str  # of `rounded`, and what else is rounded there
+    dtype: str  # of `rounded`, and other rounding there
     exact: Sequence[Judged]  # in float32
     rounded: Sequence[Judged]
     predicted: Predicted | None = None  # of the job's texts
@@ -77,18 +73,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class NamesJob:
-    """Asks transformers which tensors its class misses, does not know, or has in another shape."""
+    """Find the tensors that transformers' class misses, does not know, or has in another shape."""
 
     config: Mapping[str, Any]  # config.json, without a quantization_config
     tensors: Sequence[TensorSpec]
     report: str = ""
-    adapter: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json, whose tensors PEFT is asked about
+    adapter: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json, for PEFT
 
 
 @dataclass(frozen=True)
 class OtherShape:
-    """A tensor that transformers' class has in another shape."""
-
     name: str  # as the class calls it
     stored: Sequence[int]
     built: Sequence[int]
@@ -96,17 +90,15 @@ class OtherShape:
 
 @dataclass(frozen=True)
 class NamesReport:
-    """What transformers made of a `NamesJob`."""
-
-    model_class: str = ""  # empty: transformers has no class for this config
-    missing: Sequence[str] = ()  # as the class calls them
+    model_class: str = ""  # empty if transformers has no class for this config
+    missing: Sequence[str] = ()  # names in the class
     unexpected: Sequence[str] = ()
     other_shapes: Sequence[OtherShape] = ()
-    errors: Mapping[str, str] = field(default_factory=dict)  # of weights that several tensors become
-    refused: str = ""  # what it says of a config from which it builds no class
+    errors: Mapping[str, str] = field(default_factory=dict)  # of weights made of several tensors
+    refused: str = ""  # its message about a config from which it builds no class
     own: Sequence[str] = ()  # all weights of the class
-    integers: Sequence[str] = ()  # those of them that are whole numbers
+    integers: Sequence[str] = ()  # the integer weights of the class
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # `names._aliases`
-    # A class of the same config that has these tensors, where this one has hardly any; of an adapter: not all.
+    # A class of the same config that has these tensors, if this one lacks most (for an adapter: some) of them.
     fits: str = ""
-    unmatched: Sequence[str] = ()  # fields and keys of adapter_config.json that name no module
+    unmatched: Sequence[str] = ()  # fields and keys of adapter_config.json without a module

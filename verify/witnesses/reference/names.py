@@ -1,4 +1,4 @@
-"""Which tensors transformers' own class misses, does not know, or has in another shape. No value is read.
+"""Tensors that transformers' own class misses, does not know, or has in another shape. No value is read.
 
 As a program, `python -m ckptkit.verify.witnesses.reference.names JOB.json`. The class is built on the meta device and
 loads tensors of the stored names and shapes through transformers' own renaming, as `from_pretrained` does.
@@ -6,8 +6,7 @@ loads tensors of the stored names and shapes through transformers' own renaming,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -21,32 +20,32 @@ from ckptkit.converters.class_in_transformers import class_for, config_for, hub_
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, described_error, is_verdict, run_job
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, describe_error, is_verdict, run_job
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
-BUILD = Phase("building the class in transformers", deciders=("transformers", "huggingface_hub"))
+BUILD = Phase("building the class in transformers", config_validators=("transformers", "huggingface_hub"))
 
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
-    """Loads names and shapes. What transformers says of a config that it refuses is `refused` in the report."""
+    """Loads names and shapes. transformers' message about a config that it refuses is `refused` in the report."""
     return answer(job, phases, BUILD, load_names)
 
 
 def answer(job: NamesJob, phases: PhaseLog, phase: Phase, load: Callable[[NamesJob], NamesReport]) -> NamesReport:
-    """What `load` returns, or `refused` with what the code under test stops with in this phase."""
+    """The result of `load`, or `refused` with a verdict of the code under test in this phase."""
     transformers.logging.set_verbosity_error()
     phases.enter(phase)
     try:
         return load(job)
-    except Exception as error:  # what a class says of its config in words of its own is its verdict
-        # What it cannot do without values says nothing about the checkpoint.
+    except Exception as error:
+        # Errors about missing values are not about the checkpoint.
         if "meta" in words_of(error) or not is_verdict(error, phase):
             raise
-        return NamesReport(refused=described_error(error))
+        return NamesReport(refused=describe_error(error))
 
 
 def load_names(job: NamesJob) -> NamesReport:
-    """Loads names and shapes into the class. Raises what transformers raises about a config."""
+    """Loads names and shapes into the class. Raises exceptions of transformers about a config."""
     config = config_for(job.config)
     if config is None or (model_class := class_for(config)) is None:
         return NamesReport()
@@ -64,7 +63,17 @@ def load_names(job: NamesJob) -> NamesReport:
 
 def _loaded(model_class: Any, config: Any, tensors: Sequence[TensorSpec]) -> NamesReport:
     weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in tensors}
-    with _recorded() as loads, hub_offline(), patch.object(torch, "equal", _equal):
+    loads: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        """Records transformers' `LoadStateDictInfo`, also if it then raises because it cannot convert tensors."""
+        loads.extend(one for one in (*args, *kwargs.values()) if hasattr(one, "conversion_errors"))
+
+    with (
+        patch.object(modeling_utils, "log_state_dict_report", record),
+        patch.object(torch, "equal", _equal),
+        hub_offline(),
+    ):
         model = model_class.from_pretrained(
             None,
             config=config,
@@ -80,7 +89,7 @@ def _loaded(model_class: Any, config: Any, tensors: Sequence[TensorSpec]) -> Nam
         sorted(set(info.missing_keys).difference(info.conversion_errors)),
         sorted(info.unexpected_keys),
         sorted(shapes, key=lambda one: one.name),
-        {name: _last_words(text) for name, text in sorted(info.conversion_errors.items())},
+        {name: _exception_of(text) for name, text in sorted(info.conversion_errors.items())},
         own=sorted(own),
         integers=sorted(name for name, tensor in own.items() if not tensor.is_floating_point()),
         aliases=_aliases(model, weights),
@@ -88,46 +97,30 @@ def _loaded(model_class: Any, config: Any, tensors: Sequence[TensorSpec]) -> Nam
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor, equal: Callable[..., bool] = torch.equal) -> bool:
-    """torch.equal; two tied weights without values, which are compared when both are stored, are left untied."""
+    """torch.equal, but False for weights on the meta device, so that tied weights that are both stored stay apart."""
     return not (one.is_meta or other.is_meta) and equal(one, other)
 
 
 def _aliases(model: Any, stored: Mapping[str, object]) -> dict[str, list[str]]:
-    """Weights that are not stored though several that the class ties to them are: the one taken instead, and those."""
+    """Missing weights that the class ties to several stored ones: the one used instead, and the others."""
     tied: dict[str, list[str]] = {}
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         tied.setdefault(other, [other]).append(one)
-    found = {}
+    aliases = {}
     for source, names in tied.items():
         if source in stored:
             continue
-        here = {id(model.get_parameter_or_buffer(name)): name for name in names if name in stored}
+        by_id = {id(model.get_parameter_or_buffer(name)): name for name in names if name in stored}
         for name in names:
-            if name not in stored and len(here) > 1 and (taken := here.get(id(model.get_parameter_or_buffer(name)))):
-                found[name] = [taken, *(other for other in here.values() if other != taken)]
-    return found
+            if name not in stored and len(by_id) > 1 and (used := by_id.get(id(model.get_parameter_or_buffer(name)))):
+                aliases[name] = [used, *(other for other in by_id.values() if other != used)]
+    return aliases
 
 
-@contextmanager
-def _recorded() -> Iterator[list[Any]]:
-    """What transformers would log of each load and, where it cannot convert tensors, end with.
-
-    `modeling_utils.log_state_dict_report` of transformers 5 gets it as `utils.loading_report.LoadStateDictInfo`.
-    """
-    loads: list[Any] = []
-
-    def record(*given: Any, **named: Any) -> None:
-        loads.extend(one for one in (*given, *named.values()) if hasattr(one, "conversion_errors"))
-
-    with patch.object(modeling_utils, "log_state_dict_report", record):
-        yield loads
-
-
-def _last_words(text: str) -> str:
-    """The exception in what transformers recorded of a conversion, without its traceback."""
+def _exception_of(text: str) -> str:
     lines = text.strip().splitlines()
-    said = [line for line in lines if line and not line.startswith((" ", "Traceback", "Error"))]
-    return one_line(said[-1] if said else text)
+    messages = [line for line in lines if line and not line.startswith((" ", "Traceback", "Error"))]
+    return one_line(messages[-1] if messages else text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Whether a model predicts text: fixed texts that it has not to write, only to find probable."""
+"""Whether a model predicts text: the probabilities of fixed texts, without generation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from ckptkit.verify.witnesses.reference.job import Ids, Predicted
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# English, Python, Chinese: a model is judged by the one that it predicts best.
+# English, Python, Chinese: the text that a model predicts best counts.
 TEXTS = (
     "The history of the city begins with a small harbour, where fishermen mended their nets and sold their catch in "
     "the morning market. Over the years the harbour grew, and with it the town: merchants built houses along the "
@@ -32,21 +32,18 @@ TEXTS = (
     "从前有一个小村庄，村里住着一位老人和他的孙女。每天早晨，老人到河边打水，孙女在院子里喂鸡。春天来了，山上开满了花，"
     "孩子们跑到田野里去放风筝，大人们在地里忙着播种。到了晚上，大家坐在大树下面，听老人讲过去的故事。\n",
 )
-# Bits a byte of the text that is predicted best. A model that knows no more than how often tokens occur needs about 2.2
-# for English. Measured: sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
+# Bits for a byte of the text that is predicted best. A model with only the frequencies of tokens needs about 2.2 for
+# English. Measured: sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
 NO_TEXT, POOR_TEXT = 2.0, 1.4
-_MATRICES = 64  # whose structure is looked at
-# Standard deviations from what random numbers give, in the median of all matrices: trained models have 23 to 460.
+_MATRICES = 64  # the number of measured matrices
+# Standard deviations from random numbers, in the median of all matrices: trained models have 23 to 460.
 _UNTRAINED = 6.0
 _MIN_NUMBERS, _MIN_COUNTED = 4, 32
 _TINY = 1e-30
 
 
 def tokenizer_of(path: Path) -> Any | None:
-    """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
-
-    Raises CannotCheck for a file that is not a tokenizer.
-    """
+    """The tokenizer of tokenizer.json, which runs no code, or None without one. Raises CannotCheck for another file."""
     from transformers import PreTrainedTokenizerFast
 
     file = path / TOKENIZER
@@ -64,23 +61,19 @@ def tokenizer_of(path: Path) -> Any | None:
 
 
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
-    """Token ids of TEXTS, as the tokenizer begins a text, and once more behind the token that begins one.
-
-    Raises CannotCheck without a tokenizer, and where its ids are beyond the vocabulary.
-    """
+    """Token ids of TEXTS, and again with the config's first token. Raises CannotCheck without a fitting tokenizer."""
     if tokenizer is None:
-        raise CannotCheck("there is no tokenizer.json, so no text can be given to the model: take it from the release")
+        raise CannotCheck("tokenizer.json is missing, so the model can read no text: take it from the release")
     text_config = language_part(config)
     plain = [list(tokenizer.encode(text)) for text in TEXTS]
     begin = text_config.get("bos_token_id", config.get("bos_token_id"))
-    found = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]
-    if any(len(ids) < 2 or max(ids) >= text_config["vocab_size"] for ids in found):
+    texts = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]
+    if any(len(ids) < 2 or max(ids) >= text_config["vocab_size"] for ids in texts):
         raise CannotCheck("the tokenizer's ids of a plain text are not in the model's vocabulary (CK707)")
-    return found
+    return texts
 
 
 def predicted(model: nn.Module, texts: Ids) -> Predicted:
-    """What a model of transformers makes of texts."""
     import torch
 
     device = next(model.parameters()).device
@@ -90,23 +83,17 @@ def predicted(model: nn.Module, texts: Ids) -> Predicted:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         losses.append(-float(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).double().sum()))
-    found = list(islice(_structures(model), _MATRICES))
-    return Predicted(losses, float(np.median(found)) if found else 0.0)
-
-
-def _structures(model: nn.Module) -> Iterator[float]:
-    named = [(name, one) for name, one in model.named_parameters() if one.dim() == 2 and ".layers." in name]
-    for _, one in named[:: max(1, len(named) // _MATRICES)]:
-        if (found := structure(one.detach().cpu())) is not None:
-            yield found
+    matrices = [one for name, one in model.named_parameters() if one.dim() == 2 and ".layers." in name]
+    structures = (structure(one.detach().cpu()) for one in matrices[:: max(1, len(matrices) // _MATRICES)])
+    measured = list(islice((one for one in structures if one is not None), _MATRICES))
+    return Predicted(losses, float(np.median(measured)) if measured else 0.0)
 
 
 def bits_a_byte(found: Predicted) -> Sequence[float]:
-    """Of each of TEXTS, with or without a token that begins it, whichever is better; infinite for no number."""
+    """The bits for a byte of each of TEXTS, the better of both beginnings; infinite if not finite."""
     sizes = [len(text.encode()) * math.log(2) for text in TEXTS]
-    bits = [
-        loss / size if math.isfinite(loss) else math.inf for loss, size in zip(found.losses, sizes * 2, strict=True)
-    ]
+    losses = [loss if math.isfinite(loss) else math.inf for loss in found.losses]
+    bits = [loss / size for loss, size in zip(losses, sizes * 2, strict=True)]
     return [min(pair) for pair in zip(bits[: len(TEXTS)], bits[len(TEXTS) :], strict=True)]
 
 
@@ -116,23 +103,23 @@ def looks_trained(found: Predicted) -> bool:
 
 
 def structure(matrix: Tensor) -> float | None:
-    """How much more the sizes of rows and columns vary than those of independent normal numbers would.
+    """How much more the sizes of rows and columns vary than those of independent normal numbers.
 
-    `matrix` is [rows, columns] of any float dtype. In standard deviations, added up over the two axes; or None if the
-    matrix is too small to tell or holds numbers that are not finite.
+    `matrix` is [rows, columns] of any float dtype. The result is in standard deviations, combined over both axes; or
+    None if the matrix is too small or has numbers that are not finite.
     """
     import torch
 
     if matrix.dim() != 2 or matrix.shape[1] < _MIN_COUNTED or matrix.shape[0] < _MIN_NUMBERS:
         return None
-    found = []
+    deviations = []
     for axis, numbers in ((1, matrix.shape[1]), (0, matrix.shape[0])):
         squares = torch.linalg.vector_norm(matrix, dim=axis, dtype=torch.float32).square() / numbers
         sizes = squares.clamp_min(_TINY).log().double()
         if not sizes.isfinite().all():
             return None
-        found.append((float(sizes.var(unbiased=False)) / _spread(numbers) - 1) * ((len(sizes) - 1) / 2) ** 0.5)
-    return float(sum(found) / len(found) ** 0.5)
+        deviations.append((float(sizes.var(unbiased=False)) / _spread(numbers) - 1) * ((len(sizes) - 1) / 2) ** 0.5)
+    return float(sum(deviations) / len(deviations) ** 0.5)
 
 
 def _spread(numbers: int) -> float:

@@ -1,7 +1,7 @@
 """transformers' log-probabilities for a witness's: `python -m ckptkit.verify.witnesses.reference.process JOB.json`.
 
-Runs the checkpoint, dequantized where it is quantized, in the dtype in which an engine computes and in float32. The
-difference of these two is the noise of the dtype, against which the answers of a witness are judged.
+Runs the checkpoint, dequantized if it is quantized, in an engine's dtype and in float32. The difference of these two is
+the noise of the dtype, with which the answers of a witness are compared.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 
 
 def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
-    """Computes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
+    """Computes the answers. Raises CkptkitError if transformers would not hold the complete checkpoint."""
     checkpoint, home = as_hf(job.checkpoint, job.hf)
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    # Without a dtype that in which an engine computes.
+    # Without a dtype an engine's.
     dtype = getattr(torch, job.dtype or ("float16" if stored == "float16" else "bfloat16"))
     if job.texts and not job.prompts:
         phases.enter(LOAD)
@@ -49,29 +49,25 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     phases.enter(LOAD)
     model = reference_model(checkpoint, home, torch.float32)
     phases.enter(COMPUTE)
-    exact = _asked(model, job)
+    exact = _judge_prompts(model, job)
     texts = predicted(model, job.texts) if job.texts else None
     del model
     phases.enter(LOAD)
     model = reference_model(checkpoint, home, dtype)
     phases.enter(COMPUTE)
     with nullcontext() if job.activations is None else rounded_inputs(model, in_fp8(home), job.activations):
-        rounded = _asked(model, job)
+        rounded = _judge_prompts(model, job)
     rounding = dtype_name(dtype) + (", inputs of layers in FP8" if job.activations is not None else "")
     return Reference(rounding, exact, rounded, texts)
 
 
-def _asked(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
-    asked = zip(job.prompts, job.top_ids, job.temperatures or [1.0] * len(job.prompts), strict=True)
-    return [judge_prompt(model, *one) for one in asked]
+def _judge_prompts(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
+    prompts = zip(job.prompts, job.top_ids, job.temperatures or [1.0] * len(job.prompts), strict=True)
+    return [judge_prompt(model, *prompt) for prompt in prompts]
 
 
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
-    """The checkpoint as HF tensors that are not quantized, and the HF directory that has its config.
-
-    `hf` is that directory for a Megatron checkpoint that has none beside it. Raises CkptkitError where the checkpoint
-    cannot be opened, or is of a model or a format that is not supported.
-    """
+    """The checkpoint as unquantized HF tensors, and the HF directory with its config, which may be `hf`."""
     location = locate(path)
     if location.is_hf:
         return plain(location.path), location.path
@@ -80,16 +76,12 @@ def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path
 
 
 def in_fp8(path: Path) -> list[str]:
-    """The modules of an HF directory whose weights are stored in FP8."""
     specs = HfCheckpoint(path).specs.values()
     return [one.name.removesuffix(".weight") for one in specs if one.dtype == E4M3 and one.name.endswith(".weight")]
 
 
 def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:
-    """The model of what `as_hf` gave, on the GPU where it fits there.
-
-    Raises CkptkitError where transformers does not know the class or leaves parameters at random.
-    """
+    """The model, on the GPU if it fits. Raises CkptkitError for an unknown class or uninitialized parameters."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
@@ -113,8 +105,8 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
     size = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available() and 1.2 * size + _ROOM_BYTES < torch.cuda.mem_get_info()[0]:
         model.cuda()
-    found: nn.Module = model.eval()
-    return found
+    reference: nn.Module = model.eval()
+    return reference
 
 
 def judge_prompt(model: nn.Module, prompt: Sequence[int], top_ids: Ids, temperature: float = 1) -> Judged:

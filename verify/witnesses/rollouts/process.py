@@ -1,7 +1,7 @@
 """Renders recorded prompts again in transformers: `python -m ckptkit.verify.witnesses.rollouts.process JOB.json`.
 
-Messages go through the tokenizer's own chat template, which transformers runs in a sandbox; text is tokenized as slime
-and miles do it, without further special tokens. No code of the checkpoint is run.
+Messages are rendered by the tokenizer's own chat template, which transformers runs in a sandbox; text is tokenized as
+in slime and miles, without further special tokens. No code of the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNRECORDED: tuple[Mapping[str, Any], ...] = (
 
 
 def run(job: RolloutJob, phases: PhaseLog) -> RenderedPrompts:
-    """Renders prompts. Raises CkptkitError where there are messages and no template."""
+    """Renders prompts. Raises CkptkitError for messages without a template."""
     phases.enter(Phase("loading the tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained(job.home, trust_remote_code=False)
     if not tokenizer.chat_template and any(not isinstance(one.prompt, str) for one in job.samples):
@@ -37,26 +37,26 @@ def run(job: RolloutJob, phases: PhaseLog) -> RenderedPrompts:
     return RenderedPrompts([_rendering(tokenizer, one) for one in job.samples])
 
 
-def _rendering(tokenizer: Any, asked: RecordedSample) -> Rendering:
+def _rendering(tokenizer: Any, sample: RecordedSample) -> Rendering:
     try:
-        plain = _rendered(tokenizer, asked, {})
+        plain = _rendered(tokenizer, sample, {})
     except TemplateError as error:
-        return Rendering(asked.index, refused=words_of(error))
-    for more in ({}, {"add_special_tokens": True}) if isinstance(asked.prompt, str) else _UNRECORDED:
+        return Rendering(sample.index, refused=words_of(error))
+    for more in ({}, {"add_special_tokens": True}) if isinstance(sample.prompt, str) else _UNRECORDED:
         try:
-            if _rendered(tokenizer, asked, more) == asked.prompt_tokens:
-                return Rendering(asked.index, assumed=", ".join(f"{key}={value}" for key, value in more.items()))
+            if _rendered(tokenizer, sample, more) == sample.prompt_tokens:
+                return Rendering(sample.index, assumed=", ".join(f"{key}={value}" for key, value in more.items()))
         except (TemplateError, ValueError):
             continue  # a template may refuse an option, and transformers a last message that cannot be continued
-    return Rendering(asked.index, different=_difference(tokenizer, asked.prompt_tokens, plain))
+    return Rendering(sample.index, different=_difference(tokenizer, sample.prompt_tokens, plain))
 
 
-def _rendered(tokenizer: Any, asked: RecordedSample, more: Mapping[str, Any]) -> list[int]:
+def _rendered(tokenizer: Any, sample: RecordedSample, more: Mapping[str, Any]) -> list[int]:
     """The token ids; `more` are options of the template, or of the encoding of a prompt that is text."""
-    if isinstance(asked.prompt, str):
-        return [*tokenizer.encode(asked.prompt, **{"add_special_tokens": False, **more})]
-    options = {"add_generation_prompt": True, **asked.options, **more}
-    text = tokenizer.apply_chat_template(asked.prompt, tokenize=False, **options)
+    if isinstance(sample.prompt, str):
+        return [*tokenizer.encode(sample.prompt, **{"add_special_tokens": False, **more})]
+    options = {"add_generation_prompt": True, **sample.options, **more}
+    text = tokenizer.apply_chat_template(sample.prompt, tokenize=False, **options)
     return [*tokenizer.encode(text, add_special_tokens=False)]
 
 
@@ -64,10 +64,10 @@ def _difference(tokenizer: Any, recorded: Sequence[int], rendered: Sequence[int]
     pairs = enumerate(zip(rendered, recorded, strict=False))
     at = next((place for place, (one, other) in pairs if one != other), min(len(rendered), len(recorded)))
     before = tokenizer.decode(list(recorded[max(0, at - _BEFORE) : at]))[-200:]
-    now, then = (
+    ends = [
         f"{tokenizer.decode([ids[at]])!r} ({ids[at]})" if at < len(ids) else "the end" for ids in (rendered, recorded)
-    )
-    return f"{now} at token {at}, recorded {then} after {before!r}"
+    ]
+    return f"{ends[0]} at token {at}, recorded {ends[1]} after {before!r}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Reads what a training job recorded of a rollout: tokens, log-probabilities, prompts.
+"""Reads the recording of a rollout by a training job: tokens, log-probabilities, prompts.
 
 slime and miles write it with torch.save: `--save-debug-rollout-data` a list of samples (slime/utils/types.py,
-`Sample.to_dict`), `--save-debug-train-data` the same samples as the trainer saw them, with its own log-probabilities
-(slime/observability/train_data_utils.py; miles/utils/train_dump_utils.py has one list a field). Nothing that such a
-file names is run, and classes other than those below are refused.
+`Sample.to_dict`), `--save-debug-train-data` the same samples in the trainer, with its own log-probabilities
+(slime/observability/train_data_utils.py; miles/utils/train_dump_utils.py has one list a field). No code of the file is
+run, and classes other than those below are refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_save.records import Record
 from ckptkit.formats.torch_save.saved_file import SavedFile
 
-SIDES = {"rollout_log_probs": "the engine", "log_probs": "the trainer"}  # the field, and who computed what is in it
+SIDES = {"rollout_log_probs": "the engine", "log_probs": "the trainer"}  # the fields, and the programs behind them
 _STORAGES = frozenset({f"torch.{name}" for name in (*DTYPE_OF_STORAGE, *ITEMSIZE)})
-# Tensors, arrays, and the classes of fields that samples have beside tokens and log-probabilities: all stay inert.
+# Tensors, arrays, and the classes of other fields of samples: none of them runs code.
 _CLASSES = re.compile(
     r"torch\.(Size|_utils\._rebuild_tensor_v2|_utils\._rebuild_parameter|storage\.UntypedStorage)"
     r"|collections\.(OrderedDict|defaultdict)|builtins\.(set|frozenset)|_codecs\.encode"
@@ -31,39 +31,32 @@ _CLASSES = re.compile(
     r"|(slime|miles)\.utils\.types\.(Sample(\.(Status(\.[A-Z]+)?|SpecInfo|PrefixCacheInfo))?|AdapterRef|RewardSpec)"
     r"|copyreg\._reconstructor|builtins\.object"
 )
-_MAX_TEMPERATURE = 2  # what chat endpoints take as a temperature; in metadata more is another one
+_MAX_TEMPERATURE = 2  # the maximum of chat endpoints; in metadata more is another temperature
 _SAME = "record it anew with --save-debug-rollout-data"
-
-
-def _allowed(kind: str) -> bool:
-    return kind in _STORAGES or _CLASSES.fullmatch(kind) is not None
 
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A prompt and its response, as the job recorded them."""
-
     index: int  # its place in the file
     tokens: Sequence[int]  # of the prompt, then of the response
-    response: int  # how many of them are of the response
+    response: int  # the number of the response's tokens
     log_probs: Mapping[str, Sequence[float]]  # natural logarithms of the response's tokens, by key of SIDES
-    mask: Sequence[bool]  # which of these the model itself wrote, and not a tool
+    mask: Sequence[bool]  # the response's tokens of the model itself, not of a tool
     prompt: str | Sequence[Mapping[str, Any]] | None = None  # text or messages
     options: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
-    versions: tuple[str, ...] = ()  # of the engine's weights, as it counts updates
-    temperature: float | None = None  # None: the file does not say
-    skip_reason: str = ""  # why its log-probabilities cannot be computed from tokens alone
-    clipped: bool = False  # it was sampled with top-p: its log-probabilities may be those among the tokens left
+    versions: tuple[str, ...] = ()  # of the engine's weights, by its count of updates
+    temperature: float | None = None  # or None if it is not recorded
+    skip_reason: str = ""  # why its log-probabilities cannot be computed from its tokens
+    clipped: bool = False  # sampled with top-p: its log-probabilities may be those among the remaining tokens
 
     @property
     def prompt_tokens(self) -> Sequence[int]:
-        """The tokens before the response."""
         return self.tokens[: len(self.tokens) - self.response]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """All samples of a file. `rollout`: the number of the rollout, where the file says it."""
+    """All samples of a file. `rollout`: the number of the rollout, if the file has it."""
 
     path: Path
     samples: Sequence[RecordedSample]
@@ -76,19 +69,18 @@ class Recording:
 
     @property
     def versions(self) -> Sequence[str]:
-        """Every version of the weights that a sample names, each once."""
         return list(dict.fromkeys(version for one in self.samples for version in one.versions))
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads the file. Raises CkptkitError where it is no such file, or its lists do not match in length."""
-    file = SavedFile(path, _allowed)
+    """Reads the file. Raises CkptkitError for another kind of file, or if its lists do not match in length."""
+    file = SavedFile(path, lambda kind: kind in _STORAGES or _CLASSES.fullmatch(kind) is not None)
     content = file.content
     if not isinstance(content, dict):
         raise CkptkitError(f"{path} holds no samples, but {type(content).__name__}", _SAME)
     samples = [_sample(file, index, row) for index, row in enumerate(_rows(content, path))]
     if not samples:
-        raise CkptkitError(f"{path} has no samples", "the rollout came to nothing; take the file of another one")
+        raise CkptkitError(f"{path} has no samples", "use the file of another rollout")
     number = content.get("rollout_id")
     return Recording(path, samples, number if type(number) is int else None)
 
@@ -103,8 +95,8 @@ def _rows(content: Mapping[Any, Any], path: Path) -> Sequence[Mapping[str, Any]]
     if (ranks := content.get("cp_size", 1)) != 1:
         message = f"{path} holds a part of each response only: the trainer has {ranks} context parallel ranks"
         raise CkptkitError(message, "take what --save-debug-rollout-data wrote")
-    whole = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
-    return [{key: column[place] for key, column in whole.items()} for place in range(len(lengths))]
+    complete = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
+    return [{key: column[index] for key, column in complete.items()} for index in range(len(lengths))]
 
 
 def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSample:
@@ -152,7 +144,7 @@ def _numbers(file: SavedFile, where: str, name: str, value: Any, kinds: Set[type
 
 
 def _prompt(value: Any, options: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]] | None:
-    """Text or messages; None for neither, and where they or the template's options are no plain data."""
+    """Text or messages; None for neither, and if they or the template's options are not plain data."""
     messages = isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
     try:
         json.dumps([value, options])
@@ -162,11 +154,11 @@ def _prompt(value: Any, options: Mapping[str, Any]) -> str | Sequence[Mapping[st
 
 
 def _temperature(metadata: Mapping[str, Any]) -> float | None:
-    """What custom rollout functions may note; slime and miles themselves record no temperature."""
-    noted: list[Any] = [one.get("temperature") for one in (metadata, _object(metadata.get("sampling_params")))]
-    known = [one for one in noted if type(one) in (int, float) and 0 <= one <= _MAX_TEMPERATURE]
-    # SGLang gives log-probabilities of a greedy choice without scaling.
-    return float(known[0] or 1) if known else None
+    """The temperature in the metadata of custom rollout functions; slime and miles themselves record none."""
+    entries: list[Any] = [one.get("temperature") for one in (metadata, _object(metadata.get("sampling_params")))]
+    valid = [one for one in entries if type(one) in (int, float) and 0 <= one <= _MAX_TEMPERATURE]
+    # SGLang does not scale the log-probabilities of a greedy choice.
+    return float(valid[0] or 1) if valid else None
 
 
 def _skip_reason(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Chooses what of a recorded rollout is computed again, and has transformers do it."""
+"""Chooses parts of a recorded rollout and has transformers compute them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Recomputed: TypeAlias = tuple[RecordedSample, Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """Samples whose prompts the tokenizer of an HF directory is to render."""
+    """Samples whose prompts the tokenizer of an HF directory renders."""
 
     home: Path
     samples: Sequence[RecordedSample]
@@ -36,39 +36,30 @@ class Rendering:
 
     index: int
     different: str = ""  # "TOKEN (id) at token N, recorded TOKEN (id) after TEXT"; empty if all tokens are equal
-    assumed: str = ""  # the option that the file does not record and that gives equal tokens
+    assumed: str = ""  # an option that the file does not record and that renders equal tokens
     refused: str = ""  # the template's own message
 
 
 @dataclass(frozen=True)
 class RenderedPrompts:
-    """What became of the prompts of a job."""
-
     renderings: Sequence[Rendering]
 
 
 @once
 def recording_of(subject: Subject) -> Recording:
-    """The recording in the subject's `rollout_data`.
-
-    Raises NotApplicable without one, CkptkitError as `read_recording`.
-    """
+    """The recording of `rollout_data`. Raises NotApplicable without one, CkptkitError as `read_recording`."""
     if subject.options.rollout_data is None:
         raise NotApplicable("--rollout-data was not given")
     return read_recording(subject.options.rollout_data)
 
 
 def tokenizer_directory(subject: Subject) -> Path:
-    """The HF directory that has the subject's config and tokenizer."""
     return Path(getattr(subject.checkpoint, "hf_path", subject.path))
 
 
 @once
 def parts_of(subject: Subject) -> Sequence[RecordedSample]:
-    """The parts to compute again: samples evenly spread over the file, of each as much as fits into 4096 tokens.
-
-    Raises CannotCheck where no sample has log-probabilities that can be computed again.
-    """
+    """Evenly spaced samples, each up to 4096 tokens. Raises CannotCheck if none can be computed again."""
     recording, given = recording_of(subject), subject.options.rollout_temperature
     longest = min(_MAX_TOKENS, language_part(config_of(subject)).get("max_position_embeddings") or _MAX_TOKENS)
     found = [_part(one, int(longest), given) for one in recording.samples if not one.skip_reason]
@@ -82,8 +73,7 @@ def parts_of(subject: Subject) -> Sequence[RecordedSample]:
 
 
 def _part(one: RecordedSample, longest: int, temperature: float | None) -> RecordedSample:
-    """The beginning of a sample."""
-    # The first token of all has no log-probability: no token is before it.
+    # The first token of a sample has no log-probability.
     begin = len(one.prompt_tokens)
     tokens, first = one.tokens[:longest], max(begin, 1)
     inside = slice(first - begin, max(len(tokens), first) - begin)
@@ -98,7 +88,7 @@ def _part(one: RecordedSample, longest: int, temperature: float | None) -> Recor
 
 
 def _spread(every: Sequence[RecordedSample], most: int) -> Sequence[RecordedSample]:
-    """Evenly spaced ones, `most` at most."""
+    """At most `most` evenly spaced samples."""
     count = min(len(every), most)
     return [every[place * len(every) // count] for place in range(count)]
 
@@ -121,7 +111,7 @@ def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
 
 @once
 def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
-    """Samples with different recorded prompts, evenly spread over the file. Empty where it has none."""
+    """Samples with different recorded prompts, evenly spread over the file."""
     found: dict[str, RecordedSample] = {}
     for one in recording_of(subject).samples:
         if one.prompt is not None and one.prompt_tokens and not one.skip_reason:
@@ -130,7 +120,7 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
-    """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck where it gives none."""
+    """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck if it does not."""
     job = RolloutJob(tokenizer_directory(subject).absolute(), recorded_prompts(subject))
     answer = ask(job, "ckptkit.verify.witnesses.rollouts.process", RenderedPrompts, START_S)
     return answer.require("prompts could not be rendered").renderings

@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: builds the real model of an HF config in this process, and loads it by the model's own code.
 
 Without a GPU the model is built on the CPU, and loading stops before the quantization methods repack weights with CUDA
-kernels. Works with the releases in `SGLANG.tested`. SGLang is imported inside the functions alone.
+kernels. Works with the releases in `SGLANG.tested`. SGLang is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -26,43 +26,39 @@ from ckptkit.quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from ckptkit.verify.quirks import installed, quirks
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
 from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from ckptkit.verify.witnesses.loading.layouts.layout import Layout, unknown_layout
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout, fp8_blocks, unknown_layout
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
-from ckptkit.verify.witnesses.loading.layouts.values import fp8_blocks
-from ckptkit.verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
+from ckptkit.verify.witnesses.loading.names import has_nvfp4, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 FACTS = SGLANG
-# Where SGLang reads what was set up before.
-_MACHINERY = (
+# Modules in which SGLang reads its set-up.
+_INFRASTRUCTURE = (
     *("sglang.srt.distributed", "sglang.srt.environ", "sglang.srt.layers.dp_attention", "sglang.srt.layers.moe.utils"),
     *("sglang.srt.models.registry", "sglang.srt.runtime_context", "sglang.srt.server_args"),
 )
-# What SGLang raises before a model's constructor runs is about our set-up, except what it says of quantization_config.
+# Exceptions before a model's constructor are about our set-up, except those about quantization_config.
 SET_UP = Phase("setting SGLang up")
 BUILD = Phase(
     "building the model",
     ("sglang.srt.models", "sglang.srt.layers.quantization"),
-    ("sglang.srt.layers.quantization.compressed_tensors",),  # it says of an unknown format that it cannot be imported
-    _MACHINERY,
+    ("sglang.srt.layers.quantization.compressed_tensors",),  # it raises ImportError for an unknown format
+    _INFRASTRUCTURE,
 )
-LOAD = Phase("loading the weights", ("sglang",), machinery=_MACHINERY)
-REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHINERY)
-# Of DeepSeek-V4, read while SGLang is imported: `wo_a` in FP8, which its server takes back on every GPU before
-# Blackwell, and kernels that it compiles once the weights are there.
+LOAD = Phase("loading the weights", ("sglang",), infrastructure=_INFRASTRUCTURE)
+REPACK = Phase("repacking the weights", ("sglang.srt.layers",), infrastructure=_INFRASTRUCTURE)
+# Of DeepSeek-V4, read while SGLang is imported: `wo_a` in FP8, which its server disables on every GPU before Blackwell,
+# and kernels that it compiles after loading.
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
-_ONE_EACH = "Step3p5MTP"  # takes the number of its layer, which SGLang's workers for several draft models give
+_ONE_EACH = "Step3p5MTP"  # needs the number of its layer, which SGLang's workers for several draft models pass
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
-    """Builds the model that SGLang chooses with its default loader, which calls `loading` where it would load.
-
-    Raises CkptkitError where SGLang has no draft model for this one.
-    """
+    """Builds the model, with `loading` in place of SGLang's own. Raises CkptkitError without a draft model."""
     phases.enter(SET_UP)
     if not torch.cuda.is_available():
         os.environ.update(WITHOUT_GPU)
@@ -98,12 +94,12 @@ def run_after_loading(model: nn.Module, watch: Watch) -> None:
 
 
 def layout(module: nn.Module) -> Layout | None:
-    """Marlin's for packed INT4, unless columns are in activation order; FP8 blocks as they are, or in other scales."""
+    """Marlin's for packed INT4, unless columns are in activation order; FP8 blocks unchanged, or in other scales."""
     scheme: Any = getattr(module, "scheme", None)
     if packed_parameters(module):
-        ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
-        known = type(scheme).__name__ in _MARLIN and not ordered
-        return marlin(awq_experts=True) if known else unknown_layout(type(scheme).__name__)
+        is_ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
+        is_marlin = type(scheme).__name__ in _MARLIN and not is_ordered
+        return marlin(awq_experts=True) if is_marlin else unknown_layout(type(scheme).__name__)
     scales = [name for name, _ in module.named_parameters(recurse=False) if name.endswith(WEIGHT_SCALE_INV)]
     if not scales:
         return None
@@ -114,48 +110,51 @@ def layout(module: nn.Module) -> Layout | None:
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it.
-
-    So it does the indexer of a layer that shares an earlier one: it is built and never runs.
-    """
-    if without_input_scale(param, config):
+    """Whether SGLang allocates this parameter for no tensor, such as the indexer of a layer that shares one."""
+    if is_unused_input_scale(param, config):
         # Kernels of experts that SGLang chooses on Blackwell quantize inputs in any case (0.5.16, but for Marlin).
         is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
         return not (is_blackwell and param.rpartition(".")[2].startswith("w"))
     allocated = quirks("sglang", "unwritten_ok", installed("sglang"))
-    if without_order(param, config) or any(one.is_about(param, config) for one in allocated):
+    if is_unused_order(param, config) or any(one.is_about(param, config) for one in allocated):
         return True
     if (indexer := _INDEXER.fullmatch(param)) is None:
         return False
     from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
 
-    own = SimpleNamespace(**config)
-    return is_deepseek_dsa(own) and bool(dsa_layer_skips_topk(own, int(indexer[1])))
+    fields = SimpleNamespace(**config)
+    return is_deepseek_dsa(fields) and bool(dsa_layer_skips_topk(fields, int(indexer[1])))
 
 
-def chosen_for() -> None:
-    """SGLang chooses for the device that the model is on."""
+def emulated_device() -> None:
+    """SGLang chooses for the device of the model."""
 
 
 def share(target: Any, draft: Any) -> None:
-    """Gives a loaded draft model the embeddings and the output layer of its target, as SGLang's EAGLE worker does.
-
-    Source: `init_lm_head` in SGLang's `speculative/eagle_worker_v2.py`. Some classes then wait for the GPU, which need
-    not be there.
-    """
-    waits = nullcontext() if torch.cuda.is_available() else patch.object(torch.cuda, "synchronize")
-    with waits:
+    """Gives a draft model its target's embeddings and output layer. Source: `init_lm_head` of `eagle_worker_v2.py`."""
+    # Some classes then wait for a GPU.
+    with nullcontext() if torch.cuda.is_available() else patch.object(torch.cuda, "synchronize"):
         draft.set_embed_and_head(*target.get_embed_and_head())
     if hasattr(draft, "set_lm_head_from_target") and hasattr(target, "lm_head"):
         draft.set_lm_head_from_target(target.lm_head)
 
 
-def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
-    """Makes the arguments of an SGLang server for this model those of this process, and returns them.
+def server_options(sizes: EngineSizes) -> dict[str, Any]:
+    """Options of an SGLang server with these sizes, which computes every prompt anew and without CUDA graphs."""
+    return {
+        "tp_size": sizes.tp,
+        "ep_size": sizes.ep,
+        "dp_size": sizes.tp if sizes.dp_attention else 1,
+        "enable_dp_attention": sizes.dp_attention,
+        "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        **dict.fromkeys(("disable_cuda_graph", "disable_overlap_schedule", "disable_radix_cache"), True),
+    }
 
-    Nothing that only serving needs.
-    `fused_shared`: keep the shared expert as one more routed expert, as `fuses_shared` says.
-    """
+
+def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
+    """Makes the arguments of an SGLang server for this model those of this process, and returns them."""
     from sglang.srt import runtime_context, server_args
 
     config, cuda = read_json(model_path / "config.json"), torch.cuda.is_available()
@@ -164,28 +163,18 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     args = server_args.ServerArgs(
         model_path=str(model_path),
         device="cuda" if cuda else "cpu",
-        tp_size=sizes.tp,
-        ep_size=sizes.ep,
-        dp_size=sizes.tp if sizes.dp_attention else 1,
-        enable_dp_attention=sizes.dp_attention,
-        skip_tokenizer_init=True,
+        **server_options(sizes),
         trust_remote_code=False,
-        # One that SGLang accepts for this model; on a CPU none is ever called. gpt-oss takes triton alone, Nemotron-H,
-        # whose first layer may have no attention, anything else.
+        # One that SGLang accepts for this model; on a CPU none is ever called. gpt-oss requires triton, and Nemotron-H
+        # with a first layer without attention refuses it.
         attention_backend="torch_native" if config.get("model_type") == "nemotron_h" else "triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
-        disable_radix_cache=True,  # that of linear attention needs a GPU
         disable_shared_experts_fusion=not fused_shared,
-        # Without a GPU the class for experts in NVFP4 is built for Marlin's kernels alone.
+        # Without a GPU the class for experts in NVFP4 is built only for Marlin's kernels.
         moe_runner_backend="marlin" if not cuda and has_nvfp4(flattened(config, model_path)) else "auto",
     )
-    if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
-        runtime_context.publish(
-            args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank if cuda else None)
-        )
+    if hasattr(runtime_context, "SpawnRanks"):  # since then the rank of the process is published with the arguments
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank if cuda else None)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
     else:
         server_args.set_global_server_args_for_scheduler(args)
     return args
@@ -200,18 +189,17 @@ def configure(
     from sglang.srt.layers.moe import initialize_moe_config
 
     args = publish(model_path, fused_shared, sizes, rank)
-    _called(initialize_moe_config, server_args=args)
+    _call(initialize_moe_config, server_args=args)
     allow_building_on_cpu()
     start_process_groups(scratch, sizes, rank)
     model_config = ModelConfig.from_server_args(args)
     for name in ("initialize_dp_attention", "init_dp_gathered_buffer"):  # one function up to 0.5.16, two in 0.5.23
         if hasattr(dp_attention, name):
-            _called(getattr(dp_attention, name), server_args=args, model_config=model_config)
+            _call(getattr(dp_attention, name), server_args=args, model_config=model_config)
     return args, model_config
 
 
 def _draft_config(args: Any, target: Any) -> Any:
-    """The ModelConfig of a draft model in its target's directory."""
     from sglang.srt.configs.model_config import ModelConfig
 
     (own,) = target.hf_config.architectures
@@ -219,12 +207,12 @@ def _draft_config(args: Any, target: Any) -> Any:
     if model_config.hf_config.architectures == [own]:
         raise CkptkitError(f"SGLang has no class for the multi-token prediction layers of {own}", "serve it without")
     if model_config.hf_config.architectures == [_ONE_EACH]:
-        raise CkptkitError(f"SGLang builds a {_ONE_EACH} for each such layer, of which the witness builds none")
+        raise CkptkitError(f"SGLang builds one {_ONE_EACH} for each such layer, and the witness builds none")
     return model_config
 
 
 def draft_class(model_path: Path) -> str | None:
-    """The class that SGLang loads the multi-token prediction layers into; None where it has none for this model."""
+    """The class into which SGLang loads the multi-token prediction layers, or None without one for this model."""
     from sglang.srt.configs.model_config import ModelConfig
 
     (own,), (draft,) = (
@@ -234,14 +222,14 @@ def draft_class(model_path: Path) -> str | None:
     return None if draft == own else str(draft)
 
 
-def _called(function: Callable[..., Any], **offered: Any) -> Any:
-    """Calls with the arguments that the function's signature has, since that changes with SGLang's releases."""
-    taken = inspect.signature(function).parameters
-    return function(**{name: value for name, value in offered.items() if name in taken})
+def _call(function: Callable[..., Any], **offered: Any) -> Any:
+    """Calls with those arguments that the function's signature has, which changes with SGLang's releases."""
+    parameters = inspect.signature(function).parameters
+    return function(**{name: value for name, value in offered.items() if name in parameters})
 
 
 def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> None:
-    """SGLang's process groups, met through a file; once a process."""
+    """Starts SGLang's process groups, through a file; once a process."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
     if torch.distributed.is_initialized():
@@ -251,7 +239,7 @@ def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int
     init_distributed_environment(
         world_size=sizes.tp, rank=rank, local_rank=rank, backend=backend, distributed_init_method=method
     )
-    _called(  # 0.5.23 reads the sizes from what was published
+    _call(  # 0.5.23 reads the sizes from the published arguments
         initialize_model_parallel,
         tensor_model_parallel_size=sizes.tp,
         expert_model_parallel_size=sizes.ep,
@@ -262,10 +250,9 @@ def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int
 def allow_building_on_cpu() -> None:
     """Lets SGLang build a model without a GPU, which only the forward pass needs.
 
-    The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
-    compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number;
-    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and
-    Kimi K3 makes streams.
+    The rotary embedding would import vLLM's kernels, and its CPU variant supports few models; compressed-tensors and
+    GLM's fusion of shared experts read a compute capability, Qwen3-Next the GPU's number; experts in NVFP4 allocate
+    their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and Kimi K3 creates streams.
     """
     if torch.cuda.is_available():
         return
@@ -279,10 +266,10 @@ def allow_building_on_cpu() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     base._is_cpu = True
-    for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
+    for_cpu = factory.get_rope_cpu  # has only one kind, which get_rope builds only on a GPU
     factory.get_rope_cpu = lambda *args: for_cpu(*args) if args[5] else factory.get_rope(*args[:8])
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
-    # Up to 0.5.16 the model decides; in 0.5.23 the loader asks its class.
+    # Up to 0.5.16 the model decides, in 0.5.23 its class.
     if hasattr(Glm4MoeForCausalLM, "determine_num_fused_shared_experts"):
         Glm4MoeForCausalLM.determine_num_fused_shared_experts = _fuse_as_told
     else:
@@ -292,6 +279,5 @@ def allow_building_on_cpu() -> None:
 def _fuse_as_told(model: Any) -> None:
     from sglang.srt.runtime_context import get_server_args
 
-    model.num_fused_shared_experts = (
-        0 if get_server_args().disable_shared_experts_fusion else model.config.n_shared_experts
-    )
+    is_fused = not get_server_args().disable_shared_experts_fusion
+    model.num_fused_shared_experts = model.config.n_shared_experts if is_fused else 0

@@ -1,4 +1,4 @@
-"""What is known of SGLang without importing it."""
+"""Facts about SGLang, without importing it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
-    """Whether SGLang must keep the shared expert of GLM-4.5 as one more routed expert: where it is packed like those.
+    """Whether SGLang must load the shared expert of GLM-4.5 as one more routed expert, since it is packed as those.
 
-    SGLang 0.5.16's `glm4_moe.py` leaves no choice. It cannot build a packed shared expert of its own (it asks for its
-    `weight`), and it drops one in BF16 beside packed routed experts silently unless fusion is disabled.
+    SGLang 0.5.16's `glm4_moe.py` cannot build a packed shared expert of its own (it reads its `weight`), and silently
+    drops one in BF16 next to packed routed experts unless fusion is disabled.
     """
     return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
 
 
 def not_reloadable(names: Iterable[str]) -> list[str]:
-    """The INT4 weights that SGLang cannot load a second time: those of other layers than routed experts."""
-    from ckptkit.quant.formats.packing import is_expert  # brings numpy with it
+    """The INT4 weights that SGLang cannot load a second time: those outside routed experts."""
+    from ckptkit.quant.formats.packing import is_expert  # imports numpy
 
-    known = list(names)
-    joined = fuses_shared(known)
-    packed = (name for name in known if name.endswith(PACKED) and not is_expert(name))
-    return [name for name in packed if not (joined and ".shared_experts." in name)]
+    packed = [name for name in names if name.endswith(PACKED)]
+    is_fused = fuses_shared(packed)
+    return [name for name in packed if not is_expert(name) and not (is_fused and ".shared_experts." in name)]
 
 
 SGLANG = EngineFacts(

@@ -1,1 +1,1 @@
-"""What a trainer's own argument parsing makes of a launch."""
+"""A trainer's own argument parsing of a launch."""

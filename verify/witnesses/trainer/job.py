@@ -1,4 +1,4 @@
-"""What a trainer is asked, and what it answers."""
+"""A launch for a trainer to parse, and the trainer's answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEGATRON = "megatron"
-# Trainers of whose launches the program itself is run, and the programs that are known to begin by its configuration.
+# Trainers whose program itself is run, and the programs that are known to begin by their configuration.
 PROGRAMS = {
     "verl": re.compile(r"verl\.trainer\.main_ppo|(?:.*/)?main_ppo\.py"),
     "nemo_rl": re.compile(r"(?:.*/)?run_\w+\.py"),
@@ -17,22 +17,20 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """The words of a launch, the program's name first, and where its trainer is looked for."""
+    """The words of a launch, the program's name first, and the places of its trainer."""
 
-    trainers: Sequence[str]  # packages; the first that is found is asked
+    trainers: Sequence[str]  # packages; the first that is found parses
     words: Sequence[str]
-    folders: Sequence[str]  # absolute directories that come first on the import path
-    directory: str  # where the launch starts the program
+    folders: Sequence[str]  # absolute directories at the start of the import path
+    directory: str  # the working directory of the launch
     report: str = ""
 
 
 @dataclass(frozen=True)
 class TrainerAnswer:
-    """What a trainer's parsing made of the words of a launch."""
-
-    trainer: str  # the package that was asked
+    trainer: str  # the package that parsed
     home: str  # its directory
     refusal: str  # the trainer's own message, empty if it accepts the launch
     at: str  # FILE:LINE of the trainer's code that refuses
-    untaken: Sequence[str]  # words that begin with a dash and that no parser takes
-    stand_ins: Sequence[str]  # packages that are not installed there and were replaced by empty ones
+    untaken: Sequence[str]  # words with a dash that no parser accepts
+    stand_ins: Sequence[str]  # missing packages that were replaced by empty ones

@@ -1,7 +1,6 @@
 """Has a trainer parse and validate a launch: `python -m ckptkit.verify.witnesses.trainer.process JOB.json`.
 
-This executes code of the trainer, in a process without a GPU, without the network and without secrets. Code of a
-checkpoint is not run.
+This runs the trainer's code, in a process without a GPU, network or secrets. Code of a checkpoint is not run.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
-# What trainers import for other things than parsing; sglang_router has options of its own.
+# Imports of trainers that parsing does not need; sglang_router has options of its own.
 _NOT_NEEDED = (
     *("accelerate", "decord", "math_verify", "matplotlib", "memray", "mlflow", "nltk", "polars", "qwen_vl_utils"),
     *("ring_flash_attn", "rouge_score", "swanlab", "tensorboard", "torchdata", "transfer_queue", "trl", "wandb"),
 )
 _ROUTER, _ROUTER_OPTIONS = "sglang_router", ("--router-", "--sglang-router-")
 _REFUSES = (AssertionError, FileNotFoundError, SystemExit, ValueError)
-# Packages that read configurations for trainers, whose own errors are refusals too.
+# Packages that read configurations for trainers; their errors are refusals too.
 _READERS = ("dacite", "hydra", "omegaconf", "pydantic")
 # The first call of a trainer's job, after its configuration was read and validated: module and function.
 _BEGINS = {
@@ -44,14 +43,14 @@ _BEGINS = {
     "nemo_rl": ("nemo_rl.utils.logger", "get_next_experiment_dir"),
     "roll": ("roll.distributed.scheduler.initialize", "init"),
 }
-# What a refusal says that may be due to this machine.
+# Words of a refusal that may be due to this machine.
 _OF_THE_MACHINE = re.compile(
     r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)|Environment variable"
 )
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Imports empty packages in place of those that are not installed."""
+    """Imports empty packages in place of missing ones."""
 
     def __init__(self) -> None:
         self.names = sorted(name for name in (*_NOT_NEEDED, _ROUTER) if find_spec(name) is None)
@@ -67,7 +66,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 class _Parsers:
-    """Records what argparse refuses and leaves over: words that every parser leaves over are taken by none."""
+    """Records argparse's errors, and the words that every parser leaves over."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.error, self.untaken, self.have_parsed = "", Counter(words), False
@@ -78,11 +77,11 @@ class _Parsers:
             error(parser, message)
 
         def recorded_parse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-            found = parse(parser, args, namespace)
+            result = parse(parser, args, namespace)
             if list(sys.argv[1:] if args is None else args) == list(words):
-                self.untaken &= Counter(found[1])
+                self.untaken &= Counter(result[1])
                 self.have_parsed = True
-            return found
+            return result
 
         patch.multiple(argparse.ArgumentParser, error=recorded_error, parse_known_args=recorded_parse).start()
 
@@ -92,7 +91,7 @@ class _AcceptedError(BaseException):
 
 
 def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
-    """Parses the words. Raises what says nothing about them, and CkptkitError where the trainer cannot be asked."""
+    """Parses the words. Raises errors that are not about them, and CkptkitError if the trainer cannot run."""
     phases.enter(Phase("importing the trainer"))
     sys.addaudithook(_refuse_checkpoint_code)
     os.environ["HF_MODULES_CACHE"] = os.path.join(os.path.dirname(job.report), "modules")
@@ -102,7 +101,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
     if sys.version_info < (3, 12):
         import typing_extensions
 
-        # pydantic reads no other TypedDict there.
+        # pydantic accepts no other TypedDict there.
         typing.override, typing.TypedDict = typing_extensions.override, typing_extensions.TypedDict  # type: ignore
     sys.argv, process = list(job.words), os.getpid()
     trainer, home = _find_trainer(job.trainers)
@@ -113,11 +112,14 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
     program, refusal, at = "", "", ""
     if trainer in PROGRAMS:
         program = _program_file(job.words[0])
-        for begins in {("ray", "init"), _BEGINS[trainer]}:
-            _stop_at(*begins)
+        for begin, function in {("ray", "init"), _BEGINS[trainer]}:
+            setattr(importlib.import_module(begin), function, _accept)
         os.environ["HYDRA_FULL_ERROR"] = "1"
         if trainer == "verl":
-            _keep_hydra_from_writing(os.path.dirname(job.report))
+            # Has Hydra write its log there. argparse accepts only one group of overrides.
+            last = max((at for at, word in enumerate(sys.argv) if "=" in word and not word.startswith("-")), default=0)
+            overrides = [f"hydra.run.dir='{os.path.dirname(job.report)}'", "hydra.output_subdir=null"]
+            sys.argv[last + 1 : last + 1] = overrides
     parsers = _Parsers(sys.argv[1:])
     phases.enter(Phase("parsing"))
     try:
@@ -134,14 +136,14 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
             os._exit(1)
     if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
         raise CkptkitError(f"{_ROUTER}, which takes options of the launch, is not installed", "install it there")
-    # Where a parser stops, others have not seen the words.
+    # After an error of one parser, others have not parsed.
     is_known = parsers.have_parsed and not parsers.error
     untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
     return TrainerAnswer(trainer, home, refusal, at, untaken, stand_ins.names)
 
 
 def _find_trainer(trainers: Sequence[str]) -> tuple[str, str]:
-    """The first of these packages that is there, and its directory. Raises CkptkitError where there is none."""
+    """The first of these packages that is installed, and its directory. Raises CkptkitError without one."""
     for trainer in trainers:
         spec = find_spec(trainer)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -159,7 +161,7 @@ def _module_of(trainer: str) -> str:
 
 
 def _program_file(program: str) -> str:
-    """The file of a program or module. Raises CkptkitError where it is missing."""
+    """The file of a program or module. Raises CkptkitError if it is missing."""
     spec = None if program.endswith(".py") else find_spec(program)
     file = os.path.abspath(program if spec is None else spec.origin or "")
     if not os.path.isfile(file):
@@ -167,23 +169,12 @@ def _program_file(program: str) -> str:
     return file
 
 
-def _stop_at(module: str, function: str) -> None:
-    """Has a function raise _AcceptedError in place of what it does."""
-
-    def accepted(*_: Any, **__: Any) -> typing.NoReturn:
-        raise _AcceptedError
-
-    setattr(importlib.import_module(module), function, accepted)
-
-
-def _keep_hydra_from_writing(folder: str) -> None:
-    """Has Hydra make its log in a folder, by overrides behind the last one: argparse takes them in one row only."""
-    last = max((at for at, word in enumerate(sys.argv) if "=" in word and not word.startswith("-")), default=0)
-    sys.argv[last + 1 : last + 1] = [f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
+def _accept(*_: Any, **__: Any) -> typing.NoReturn:
+    raise _AcceptedError
 
 
 def _run_program(program: str, file: str) -> None:
-    """Runs a program until it would begin its job. Raises what it refuses, CkptkitError where it ended before that."""
+    """Runs a program until it would begin its job. Raises its refusals, and CkptkitError if it ended before that."""
     try:
         if program.endswith(".py"):
             runpy.run_path(file, run_name="__main__")
@@ -198,7 +189,7 @@ def _run_program(program: str, file: str) -> None:
 
 
 def _parse_megatron(module: Any) -> None:
-    """Parses as Megatron-LM's programs do, but for options that a program adds to Megatron's own."""
+    """Parses as Megatron-LM's programs do, without options that a program adds to Megatron's own."""
     arguments = module.parse_args(ignore_unknown_args=True)
     if getattr(arguments, "use_checkpoint_args", None) or getattr(arguments, "yaml_cfg", None):
         raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "give them in the launch")
@@ -212,7 +203,7 @@ def _refuse_checkpoint_code(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refusal_of(error: BaseException, parsers: _Parsers, home: str, program: str) -> tuple[str, str]:
-    """The message of the trainer or of a reader, and the trainer's place; empty where another cause is possible."""
+    """The message and place of the trainer's or a config library's refusal; empty if there may be another cause."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     is_call = _package_of(error) == "hydra" and type(error).__name__ == "InstantiationException"
     if is_call and error.__cause__ is not None:  # Hydra called a class of the trainer
@@ -222,10 +213,12 @@ def _refusal_of(error: BaseException, parsers: _Parsers, home: str, program: str
     homes = (f"{home}{os.sep}", f"{os.path.dirname(os.path.dirname(megatron))}{os.sep}", program or home)
     theirs = [frame for frame in frames if os.path.abspath(frame.filename).startswith(homes)]
     imports = [frame for frame in frames if frame.name == "<module>" and frame.filename != program]
+    readers = [file for name in _READERS if (file := getattr(sys.modules.get(name), "__file__", None))]
+    reader_homes = tuple(f"{os.path.dirname(file)}{os.sep}" for file in readers)
     is_parser = bool(frames) and frames[-1].filename == argparse.__file__
-    is_reader = bool(frames) and frames[-1].filename.startswith(_reader_homes())
+    is_reader = bool(frames) and frames[-1].filename.startswith(reader_homes)
     is_refusal = isinstance(error, _REFUSES) or _package_of(error) in (*_READERS, os.path.basename(home))
-    is_refusal |= is_call and is_reader and isinstance(error, TypeError)  # an argument that the class does not take
+    is_refusal |= is_call and is_reader and isinstance(error, TypeError)  # an argument that the class does not accept
     if not theirs or imports or not is_refusal or not (is_parser or is_reader or frames[-1] is theirs[-1]):
         return "", ""
     message = (parsers.error if is_parser else str(error)) or f"it stops at `{theirs[-1].line}`"
@@ -237,12 +230,6 @@ def _refusal_of(error: BaseException, parsers: _Parsers, home: str, program: str
 
 def _package_of(error: BaseException) -> str:
     return type(error).__module__.partition(".")[0]
-
-
-def _reader_homes() -> tuple[str, ...]:
-    """The directories of the packages that read configurations."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in _READERS]
-    return tuple(f"{os.path.dirname(file)}{os.sep}" for file in files if file)
 
 
 if __name__ == "__main__":

@@ -1,50 +1,53 @@
 """vLLM as an `Engine`: builds the real model of an HF config in this process, and loads it by the model's own code.
 
 Without a GPU the model is built on the CPU (`platform`), and loading stops before the quantization methods repack
-weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imported inside the functions alone.
+weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imported only inside functions.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch
-from ckptkit.verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
+from ckptkit.verify.witnesses.loading.layouts import layout as layouts
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin
+from ckptkit.verify.witnesses.loading.names import cache_dtype, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.vllm import platform
 from ckptkit.verify.witnesses.vllm.facts import QUIET, VLLM
-from ckptkit.verify.witnesses.vllm.layouts import layout, of_attention
-from ckptkit.verify.witnesses.vllm.platform import chosen_for as chosen_for
+from ckptkit.verify.witnesses.vllm.platform import emulated_device as emulated_device
 
 FACTS = VLLM
-# Where vLLM reads what was set up before, or looks for kernels.
-_MACHINERY = (
+# Modules in which vLLM reads its set-up, or searches kernels.
+_INFRASTRUCTURE = (
     *("vllm.config", "vllm.envs", "vllm.forward_context", "vllm.platforms", "vllm.plugins", "vllm.v1.attention"),
     *("vllm.distributed.device_communicators", "vllm.distributed.parallel_state"),
 )
-# What vLLM raises before a model's constructor runs is about our set-up.
+# Exceptions before a model's constructor are about our set-up.
 SET_UP = Phase("setting vLLM up")
-# Where vLLM refuses what a config says, in words about it.
-_DECIDERS = (
+# Modules in which vLLM refuses a config, with a message about it.
+_VALIDATORS = (
     *("vllm.model_executor.models", "vllm.models"),
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.layers.quantization.utils.fp8_utils",
     "vllm.model_executor.layers.quantization.utils.quant_utils",
 )
-BUILD = Phase("building the model", ("vllm.model_executor", "vllm.models"), _DECIDERS, _MACHINERY)
-# There vLLM may stumble on what a GPU has and its stand-in lacks.
-BUILD_WITHOUT_GPU = Phase("building the model without a GPU", deciders=_DECIDERS)
-LOAD = Phase("loading the weights", ("vllm",), machinery=_MACHINERY)
-REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), machinery=_MACHINERY)
+BUILD = Phase("building the model", ("vllm.model_executor", "vllm.models"), _VALIDATORS, _INFRASTRUCTURE)
+# vLLM may fail on features of a GPU that the emulated one lacks.
+BUILD_WITHOUT_GPU = Phase("building the model without a GPU", config_validators=_VALIDATORS)
+LOAD = Phase("loading the weights", ("vllm",), infrastructure=_INFRASTRUCTURE)
+REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), infrastructure=_INFRASTRUCTURE)
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
@@ -67,7 +70,7 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
 
     model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config
     phases.enter(BUILD_WITHOUT_GPU if current_platform.device_type == "cpu" else BUILD)
-    # `loading` has run them already, where they can run.
+    # `loading` has already run these steps if they can run.
     without_repacking = patch.object(base_loader, "process_weights_after_loading")
     with set_current_vllm_config(config), without_repacking:
         loader = Loader(LoadConfig(load_format="auto", use_tqdm_on_load=False))
@@ -76,16 +79,16 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
 
 
 def run_after_loading(model: nn.Module, watch: Watch) -> None:
-    """Runs the steps of vLLM's loader: of each module's quantization method, and then those of attention."""
+    """Runs the steps of vLLM's loader: those of each module's quantization method, then those of attention."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     modules = dict(model.named_modules())
-    attention = {
-        name: one for name, one in modules.items() if isinstance(one, (Attention, MLAAttention, MMEncoderAttention))
-    }
-    absorbed = {name: of_attention(module) for name, module in attention.items()}  # before its projections are repacked
+    kinds = (Attention, MLAAttention, MMEncoderAttention)
+    attention = {name: module for name, module in modules.items() if isinstance(module, kinds)}
+    # Before its projections are repacked.
+    absorbed = {name: attention_layout(module) for name, module in attention.items()}
     for name, module in modules.items():
         method: Any = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -99,22 +102,21 @@ def run_after_loading(model: nn.Module, watch: Watch) -> None:
 
 
 def share(target: Any, draft: Any) -> None:
-    """Gives a loaded draft model the embeddings and the output layer of its target, by what vLLM's proposer calls."""
+    """Gives a loaded draft model the embeddings and the output layer of its target, by functions of vLLM's proposer."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.models.interfaces import supports_multimodal
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    own = target.get_language_model() if supports_multimodal(target) else target
-    proposer: Any = SimpleNamespace(
-        model=draft, vllm_config=get_current_vllm_config(), use_local_argmax_reduction=False
-    )
-    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, own)
-    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, own)
+    language_model = target.get_language_model() if supports_multimodal(target) else target
+    config = get_current_vllm_config()
+    proposer: Any = SimpleNamespace(model=draft, vllm_config=config, use_local_argmax_reduction=False)
+    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, language_model)
+    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, language_model)
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether vLLM allocates this parameter without wanting anything from the checkpoint in it."""
-    return without_input_scale(param, config) or without_order(param, config)
+    """Whether vLLM allocates this parameter though no tensor of the checkpoint belongs in it."""
+    return is_unused_input_scale(param, config) or is_unused_order(param, config)
 
 
 def configure(wanted: ModelBuild) -> Any:
@@ -128,17 +130,17 @@ def configure(wanted: ModelBuild) -> Any:
         skip_tokenizer_init=True,
         trust_remote_code=False,
         enforce_eager=True,
-        # No weight depends on it; of DeepSeek-V4 vLLM has kernels for FP8 alone.
+        # No weight depends on it; for DeepSeek-V4 vLLM has kernels only for FP8.
         kv_cache_dtype=cache_dtype(read_json(wanted.path / "config.json"), VLLM.name),
-        max_model_len=256,  # tokens of a request, which no buffer of weights depends on
+        max_model_len=256,  # no weight depends on it
         tensor_parallel_size=sizes.tp,
         pipeline_parallel_size=sizes.pp,
         distributed_executor_backend="mp" if sizes.ranks > 1 else None,
         speculative_config={"method": "mtp", "num_speculative_tokens": 1} if wanted.draft else None,
     )
-    # vLLM looks at a model's class in a process of its own, so that its caller need not import it.
+    # vLLM inspects a model's class in a subprocess, so that the caller need not import it.
     with patch.object(registry, "_run_in_subprocess", lambda function: function()):
-        # Without experts it refuses to share them out.
+        # vLLM refuses expert parallelism without experts.
         args.enable_expert_parallel = sizes.ep > 1 and args.create_model_config().get_num_experts() > 0
         config = args.create_engine_config()
     config.parallel_config.rank = wanted.rank
@@ -147,7 +149,7 @@ def configure(wanted: ModelBuild) -> Any:
 
 
 def start_process_groups(config: Any, wanted: ModelBuild) -> None:
-    """vLLM's process groups, met through a file; those of a model before it are ended."""
+    """Starts vLLM's process groups, through a file; ends those of an earlier model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.platforms import current_platform
@@ -165,3 +167,104 @@ def start_process_groups(config: Any, wanted: ModelBuild) -> None:
                 distributed_init_method=f"file://{wanted.scratch.absolute() / 'meeting_point'}",
             )
         parallel_state.initialize_model_parallel(sizes.tp, sizes.pp)
+
+
+_BITS = 4
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale")  # copied into attributes of attention, and deleted
+# Experts' kernels that keep gate and up, or that put up before gate.
+_KEPT = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM")
+_SWAPPED = ("FLASHINFER_CUTLASS",)
+_MARLIN = ("MARLIN", "BATCHED_MARLIN")
+
+
+def layout(module: nn.Module, method: Any) -> layouts.Layout | None:
+    """The layout that vLLM's method and kernel for this module give its parameters, or None if they do not change."""
+    if type(method).__name__ in _PLAIN:
+        return None
+    scheme: Any = getattr(module, "scheme", None)
+    if (kernel := getattr(scheme, "kernel", None)) is not None:
+        return _packed_layout(module, kernel)
+    if hasattr(scheme or method, "fp8_linear"):
+        return _fp8_layout(module, scheme or method)
+    if any(name in _CACHE for name, _ in module.named_parameters(recurse=False)):
+        return layouts.not_kept(_CACHE)
+    return _experts_layout(module, method)
+
+
+def _run(module: nn.Module, inputs: Tensor) -> Tensor:
+    method: Any = module.quant_method
+    outputs: Tensor = method.apply(module, inputs, bias=None)
+    return outputs
+
+
+def _packed_layout(module: nn.Module, kernel: Any) -> layouts.Layout:
+    """INT4 of a Linear layer: Marlin's layout is known, every other kernel is run."""
+    config, name = kernel.config, type(kernel).__name__
+    ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
+    if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
+        return layouts.unknown_layout(name)
+    return (
+        marlin(bias=True) if name == "MarlinLinearKernel" else layouts.products(partial(_run, module), config.act_type)
+    )
+
+
+def _block(module: nn.Module) -> tuple[int, int] | None:
+    sizes: Any = getattr(module, "weight_block_size", None)
+    return (int(sizes[0]), int(sizes[1])) if sizes else None
+
+
+def _fp8_layout(module: nn.Module, method: Any) -> layouts.Layout:
+    """FP8 of a Linear layer in blocks: unchanged except for its scales, or in Marlin's layout, whose kernel is run."""
+    block, kernel = _block(module), type(method.fp8_linear).__name__
+    if block is None:
+        return layouts.unknown_layout(kernel)
+    if kernel.startswith(("Marlin", "Humming")):
+        return layouts.products(partial(_run, module), module.orig_dtype, block)  # type: ignore[arg-type]
+    return layouts.fp8_blocks(block, _pairs(module))
+
+
+def _pairs(module: nn.Module) -> list[tuple[str, str]]:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    return [(name, scale) for name in own for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in own]
+
+
+def _experts_layout(module: nn.Module, method: Any) -> layouts.Layout | None:
+    if getattr(method, "num_bits", _BITS) != _BITS or getattr(method, "actorder", None) == "group":
+        return layouts.unknown_layout(type(method).__name__)
+    backends = (getattr(method, f"{kind}_backend", None) for kind in ("wna16", "fp8", "unquantized"))
+    value: str = next((one.value for one in backends if one is not None), type(method).__name__)
+    backend = value.replace(" ", "_").upper()
+    block, pairs = _block(module), _pairs(module)
+    if hasattr(method, "wna16_backend"):
+        # 0.33 has no such attribute, and its layout was not compared.
+        is_marlin = backend in _MARLIN and getattr(method, "marlin_input_dtype", method) is None
+        return marlin(bias=True) if is_marlin else layouts.unknown_layout(f"{backend} of experts")
+    if type(method).__name__ == "CompressedTensorsWNA16MoEMethod":
+        return layouts.reordered(_TRITON)
+    if hasattr(method, "fp8_backend") and block and backend in _KEPT:
+        return layouts.fp8_blocks(block, pairs)
+    if hasattr(method, "unquantized_backend") and backend in _KEPT:
+        return None
+    if backend in _SWAPPED and (block or not pairs):
+        own = [name for name, _ in module.named_parameters(recurse=False) if name.startswith("w13_weight")]
+        return layouts.reordered(dict.fromkeys(own, layouts.swapped_halves))
+    return layouts.unknown_layout(f"{backend} of experts")
+
+
+def _bytes_of_columns(tensor: Tensor) -> Tensor:
+    """[experts, words, columns] -> bytes [experts, columns, 4 x words]."""
+    return tensor.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+_TRITON_PARTS = {WEIGHT_PACKED: _bytes_of_columns, WEIGHT_SCALE: lambda tensor: tensor.transpose(1, 2).contiguous()}
+_TRITON: Mapping[str, Any] = {
+    f"{matrix}_{part}": order for matrix in ("w13", "w2") for part, order in _TRITON_PARTS.items()
+}
+
+
+def attention_layout(module: Any) -> layouts.Layout | None:
+    """Latent attention computes matrices from `kv_b_proj`, which is also kept; other attention computes none."""
+    if not hasattr(module, "kv_b_proj"):
+        return None
+    return layouts.absorbed(module.kv_b_proj, module.num_heads, module.qk_nope_head_dim, _block(module.kv_b_proj))

@@ -1,12 +1,11 @@
-"""What is known of vLLM without importing it."""
+"""Facts about vLLM, without importing it."""
 
 from __future__ import annotations
 
 from ckptkit.verify.quirks import releases_of
 from ckptkit.verify.witnesses.loading.engine import EngineFacts
 
-# Variables of each process that imports it.
-QUIET = {
+QUIET = {  # environment variables of each process that imports it
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers

@@ -1,12 +1,12 @@
-"""Which device vLLM chooses for: the GPU here; without one an H100 that is not there, or the CPU.
+"""The device for which vLLM chooses kernels: the GPU here; without one an emulated H100, or the CPU.
 
-Without a GPU vLLM of the CUDA wheel finds no platform. As another subclass of its CUDA platform it makes the choices of
-an H100 (methods of quantization, layouts of experts) with tensors on the CPU. `VLLM_TARGET_DEVICE=cpu` asks for its
-CPU platform instead, which builds fewer schemes and takes sizes that no kernel of a GPU takes.
+Without a GPU vLLM of the CUDA wheel finds no platform. With another subclass of its CUDA platform it makes the choices
+of an H100 (methods of quantization, layouts of experts) with tensors on the CPU. `VLLM_TARGET_DEVICE=cpu` selects its
+CPU platform instead, which builds fewer schemes and accepts sizes that no kernel of a GPU accepts.
 
-Its compiled operators are linked against `libcuda.so.1`. Of its functions they need a handful to be there, and call
-none of them while a model is built and loaded. Where NVIDIA's driver is not there, a library of that name is written
-without a compiler (ELF, System V ABI), each of whose functions answers CUDA_ERROR_NO_DEVICE.
+Its compiled operators are linked against `libcuda.so.1`. They need a handful of its functions to exist, and call none
+of them while a model is built and loaded. Without NVIDIA's driver, a library of that name is written without a compiler
+(ELF, System V ABI), whose functions all return CUDA_ERROR_NO_DEVICE.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 
+_COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
 _PAGE = 0x10000  # of the largest pages that Linux has on these machines
@@ -34,15 +35,15 @@ _MACHINES = {
 }
 
 
-def chosen_for() -> str | None:
-    """The device whose choices vLLM makes with tensors on the CPU; None where it is the device that they are on."""
+def emulated_device() -> str | None:
+    """The device for which vLLM chooses with tensors on the CPU, or None if it is the device of the tensors."""
     from vllm.platforms import current_platform
 
     return "an H100" if current_platform.is_cuda() and current_platform.device_type == "cpu" else None
 
 
 def choose_platform(scratch: Path) -> None:
-    """Gives vLLM its platform where it finds none. Comes before anything else of vLLM is imported."""
+    """Sets vLLM's platform if it finds none. Must run before any other module of vLLM is imported."""
     if torch.cuda.is_available():
         return
     import vllm.platforms as platforms
@@ -55,11 +56,15 @@ def choose_platform(scratch: Path) -> None:
     _load_driver(scratch)
     _answer_as_h100()
     platforms._current_platform = _h100()
-    _allow_any_head_size()
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    # Latent attention needs some kernel for prefill, on which no weight depends.
+    mla_attention.get_mla_prefill_backend = lambda _: MLAPrefillBackendEnum.FLASH_ATTN.get_class()
 
 
 class _Idle:
-    """Takes every call and does nothing: a stream or an event of a GPU that is not there."""
+    """Accepts every call and does nothing: a stream or an event of a missing GPU."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -69,7 +74,7 @@ class _Idle:
 
 
 def _answer_as_h100() -> None:
-    """What vLLM's layers ask torch itself, past its platform."""
+    """Patches torch functions that vLLM's layers call directly instead of the platform."""
     answers = {
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_name": lambda *_: PROPERTIES.name,
@@ -84,17 +89,9 @@ def _answer_as_h100() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver as triton
 
-    # Kernels of linear attention ask it while they are imported.
+    # Kernels of linear attention read it while they are imported.
     target = GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], PROPERTIES.warp_size)
     triton.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
-
-
-def _allow_any_head_size() -> None:
-    """Latent attention asks for a kernel that can run it, which nothing of its weights depends on."""
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
-
-    mla_attention.get_mla_prefill_backend = lambda _: MLAPrefillBackendEnum.FLASH_ATTN.get_class()
 
 
 def _h100() -> Any:
@@ -106,46 +103,29 @@ def _h100() -> Any:
         dispatch_key = "CPU"
         dist_backend = "gloo"
 
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
-            return DeviceCapability(*CAPABILITY)
-
-        @classmethod
-        def set_device(cls, device: torch.device) -> None:
-            """There is none to set."""
-
-        @classmethod
-        def get_device_communicator_cls(cls) -> str:
-            return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
-
-        @classmethod
-        def is_pin_memory_available(cls) -> bool:
-            return False
-
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return int(PROPERTIES.multi_processor_count)
+        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*CAPABILITY))
+        set_device = classmethod(lambda cls, device: None)
+        get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
+        is_pin_memory_available = classmethod(lambda cls: False)
+        num_compute_units = classmethod(lambda cls, device_id=0: PROPERTIES.multi_processor_count)
 
     return AbsentH100()
 
 
 def _load_driver(scratch: Path) -> None:
-    """Loads the driver or, where there is none, what stands in for it, written into `scratch`.
-
-    Raises OSError on a machine that this knows no code for.
-    """
+    """Loads the driver or a substitute, written into `scratch`. Raises OSError on an unsupported architecture."""
     try:
         ctypes.CDLL(_DRIVER, mode=ctypes.RTLD_GLOBAL)
     except OSError:
         if platform.machine() not in _MACHINES:
             raise
-        path = scratch / f"libcuda-{os.getpid()}.so.1"  # ranks share `scratch`, and must not write what another runs
+        path = scratch / f"libcuda-{os.getpid()}.so.1"  # ranks share `scratch`, and must not overwrite a loaded library
         path.write_bytes(library(_DRIVER, _FUNCTIONS, *_MACHINES[platform.machine()]))
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def library(name: str, functions: Sequence[str], machine: int, code: bytes) -> bytes:
-    """A shared library whose functions all run `code`. One page that is read and run, one with the dynamic section."""
+    """A shared library whose functions all run `code`: one page of code, and one with the dynamic section."""
     strings = b"\0" + b"".join(one.encode() + b"\0" for one in (name, *functions))
     offsets = {one: strings.index(b"\0" + one.encode() + b"\0") + 1 for one in (name, *functions)}
     count = len(functions) + 1

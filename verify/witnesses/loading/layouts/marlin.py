@@ -1,10 +1,8 @@
-"""Packed INT4 weights in the layout of the Marlin kernels of SGLang and vLLM, computed from what was loaded.
+"""Packed INT4 weights in the layout of the Marlin kernels of SGLang and vLLM, computed from the format.
 
-Running an engine's repacking kernel a second time would prove nothing, so this computes the layout from the format. A
-tile is 16 input rows by 64 output columns; each of 32 GPU threads owns 8 values in each of the tile's four 16-column
-blocks (IST Austria's Marlin; vLLM and SGLang `gptq_marlin_repack`). Zero points are in the order of the threads too,
-then in that of the nibbles which the kernel takes apart (SGLang `marlin_zero_points`); those of experts start in AWQ's
-order.
+A tile is 16 input rows by 64 output columns; each of 32 GPU threads owns 8 values in each of the tile's four 16-column
+blocks (IST Austria's Marlin; vLLM and SGLang `gptq_marlin_repack`). Zero points follow the order of the threads, then
+that of the nibbles in the kernel (SGLang `marlin_zero_points`); those of experts start in AWQ's order.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _GATE_AND_UP = "w13_"
 _MATRICES = ("", _GATE_AND_UP, "w2_")
 _REPACKED = tuple(matrix + part for matrix in _MATRICES for part in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT))
+_CHANNEL_ORDER = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]  # of 32 columns
 _BIASES = tuple(f"{matrix}bias" for matrix in _MATRICES)
 
 
 def _tile_order() -> Tensor:
-    """For each of a tile's 1024 places, the number of its value, counted block by block and row by row."""
+    """The number of the value at each of a tile's 1024 places, counted block by block and row by row."""
     order = []
     for thread in range(32):
         column, row = thread // 4, 2 * (thread % 4)
@@ -46,19 +45,11 @@ def marlin_weight(packed: Tensor) -> Tensor:
 
 
 def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
-    """Scales [groups, outputs] in the order of Marlin's threads: 8 x 8 columns transposed.
-
-    A single group may also be in the order of channel-wise scales.
-    """
+    """Scales [groups, outputs] with 8 x 8 columns transposed; a single group may also be in channel-wise order."""
     transposed = scales.reshape(-1, 8, 8).transpose(1, 2).reshape(scales.shape)
     if scales.shape[0] > 1:
         return (transposed,)
-    return (transposed, scales.reshape(-1, 32)[:, _single_order().to(scales.device)].reshape(scales.shape))
-
-
-def _single_order() -> Tensor:
-    """Of 32 columns, where each is read with a scale for a whole column."""
-    return torch.tensor([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
+    return transposed, _by_channel(scales)
 
 
 def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
@@ -71,13 +62,12 @@ def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
     return (threads[..., list(_NIBBLE_ORDER)] << shifts).sum(-1).to(torch.int32)
 
 
-def marlin_bias(bias: Tensor) -> Tensor:
-    """A bias [..., outputs] in the order of Marlin's threads, which is that of channel-wise scales."""
-    return bias.reshape(-1, 32)[:, _single_order().to(bias.device)].reshape(bias.shape)
+def _by_channel(scales: Tensor) -> Tensor:
+    """Channel-wise scales or a bias [..., outputs] in the order of Marlin's threads."""
+    return scales.reshape(-1, 32)[:, _CHANNEL_ORDER].reshape(scales.shape)
 
 
 def packed_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's own packed weights, scales and zero points, by their names in it."""
     return {name: tensor for name, tensor in own_parameters(module).items() if name in _REPACKED}
 
 
@@ -89,59 +79,61 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
 
     def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
-        # [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so.
+        # Transposed to [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8], as experts are stored.
         packed = packed_parameters(module).items()
         before = {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in packed}
         before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
 
         def compare() -> LayerOutcome:
-            found = {name: getattr(module, name, None) for name in before}
-            awq = {name: awq_experts and name != WEIGHT_ZERO_POINT for name in before}
-            wanted = ((name, _wanted(name, loaded, found[name], awq[name])) for name, loaded in before.items())
-            return LayerOutcome(dict(one for name, tensors in wanted for one in unlike(module, name, tensors)))
+            outcome = LayerOutcome()
+            for name, loaded in before.items():
+                is_awq = awq_experts and name != WEIGHT_ZERO_POINT
+                wanted = _wanted(name, loaded, getattr(module, name, None), is_awq)
+                outcome.differences.update(unlike(module, name, wanted))
+            return outcome
 
         return before, compare
 
     return expect
 
 
-def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[Tensor]:
-    """What a parameter may hold: its loaded value, padded to the size of what is there."""
+def _wanted(name: str, loaded: Tensor, actual: Tensor | None, is_awq: bool) -> list[Tensor]:
+    """The values that a parameter may hold: the loaded ones, padded to its size."""
     is_bias, is_packed = name in _BIASES, name.endswith(WEIGHT_PACKED)
     matrices = loaded.unsqueeze(-2) if is_bias else loaded
-    there = found.unsqueeze(-2) if is_bias and found is not None else found
+    repacked = actual.unsqueeze(-2) if is_bias and actual is not None else actual
     tile = _TILE_COLUMNS // _WORD if name.endswith(WEIGHT_ZERO_POINT) else _TILE_COLUMNS
-    rows, columns = _sizes(matrices, there, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
-    whole = zero_padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
+    rows, columns = _sizes(matrices, repacked, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
+    padded = zero_padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
     if is_bias:
-        return [marlin_bias(whole.squeeze(-2))]
-    each = [_orders(name, matrix, awq) for matrix in (whole if whole.dim() == 3 else whole.unsqueeze(0))]
-    together = [torch.stack(several) for several in zip(*each, strict=True)]
-    return together if whole.dim() == 3 else [one[0] for one in together]
+        return [_by_channel(padded.squeeze(-2))]
+    if padded.dim() == 2:
+        return [*_orders(name, padded, is_awq)]
+    experts = [_orders(name, matrix, is_awq) for matrix in padded]
+    return [torch.stack(order) for order in zip(*experts, strict=True)]
 
 
 def _sizes(
-    loaded: Tensor, found: Tensor | None, factors: tuple[float, float], units: tuple[int, int]
+    loaded: Tensor, repacked: Tensor | None, factors: tuple[float, float], units: tuple[int, int]
 ) -> tuple[int, int]:
-    """Rows and columns before repacking, in whole `units`: as found, times `factors`, where none is smaller."""
+    """Rows and columns, in multiples of `units`: the repacked sizes times `factors`, if none of these is smaller."""
     sizes = loaded.shape[-2:]
-    if found is not None and found.dim() == loaded.dim():
-        there = [int(size * factor) for size, factor in zip(found.shape[-2:], factors, strict=True)]
-        if all(one >= size for one, size in zip(there, sizes, strict=True)):
-            sizes = torch.Size(there)
+    if repacked is not None and repacked.dim() == loaded.dim():
+        padded = [int(size * factor) for size, factor in zip(repacked.shape[-2:], factors, strict=True)]
+        if all(wide >= size for wide, size in zip(padded, sizes, strict=True)):
+            sizes = torch.Size(padded)
     rows, columns = (-(-size // unit) * unit for size, unit in zip(sizes, units, strict=True))
     return rows, columns
 
 
 def zero_padded(tensor: Tensor, rows: int, columns: int, halves: int = 1) -> Tensor:
-    """[..., rows, columns] with zeros below and to the right, where each of `halves` of the columns is padded alone."""
+    """[..., rows, columns] with zeros below and to the right, padded separately in each of `halves` of the columns."""
     wider = columns // halves - tensor.shape[-1] // halves
     parts = [nn.functional.pad(part, (0, wider, 0, rows - part.shape[-2])) for part in tensor.chunk(halves, -1)]
     return torch.cat(parts, -1)
 
 
-def _orders(name: str, matrix: Tensor, awq: bool) -> tuple[Tensor, ...]:
-    """A matrix of a parameter in each order that Marlin's kernels may read it in."""
+def _orders(name: str, matrix: Tensor, is_awq: bool) -> tuple[Tensor, ...]:
     if name.endswith(WEIGHT_PACKED):
         return (marlin_weight(matrix),)
-    return (marlin_zero_points(matrix, awq=awq),) if name.endswith(WEIGHT_ZERO_POINT) else marlin_scales(matrix)
+    return (marlin_zero_points(matrix, awq=is_awq),) if name.endswith(WEIGHT_ZERO_POINT) else marlin_scales(matrix)

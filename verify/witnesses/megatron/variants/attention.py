@@ -1,8 +1,8 @@
 """Attention that Megatron's local spec does not build: latent (MLA), sparse (DSA), with norms over all heads.
 
-Megatron's local spec of latent attention has a DotProductAttention that takes no head sizes and expects values as wide
-as queries; only Transformer Engine's takes other sizes. Norms of queries and keys over all heads (MiniMax-M2) are not
-in megatron-core: as in Megatron-Bridge (`models/minimax_m2/layer_specs.py`), a rank has the weights of its own heads.
+Megatron's local spec of latent attention has a DotProductAttention without head sizes, which expects values as wide as
+queries; only Transformer Engine's has other sizes. Norms of queries and keys over all heads (MiniMax-M2) are not in
+megatron-core: as in Megatron-Bridge (`models/minimax_m2/layer_specs.py`), a rank has the weights of its own heads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron's base class first builds one without sizes and throws it away. They only shape the output, since the
-        # softmax scale is given.
+        # Megatron's base class first builds one without sizes and discards it. They only shape the output, since the
+        # softmax scale is an argument.
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
@@ -44,7 +44,7 @@ def _adapt_latent(
     if dims.mla is None or transformer_engine:
         return
     if not isinstance(multi_latent_attention.TELinear, type):
-        # Without Transformer Engine its classes are mocks, and the module asks what is an instance of one.
+        # Without Transformer Engine its classes are mocks, which `isinstance` in the module does not accept.
         multi_latent_attention.HAVE_TE = False
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
@@ -63,7 +63,6 @@ class LocalBackend(LocalSpecProvider):  # type: ignore[misc]
     """Megatron's local modules, with the linear layer that they lack."""
 
     def linear(self) -> type:
-        """What stands for Transformer Engine's linear layer."""
         return WholeLinear
 
 
@@ -81,10 +80,10 @@ def _adapt_sparse(
 
 
 def _local_sparse(config: TransformerConfig, standard: ModuleSpec) -> ModuleSpec:
-    """Megatron's spec of sparse attention with local modules; where that does not build, its core in the standard spec.
+    """Megatron's spec of sparse attention with local modules, or its core in the standard spec if that does not build.
 
-    Before 0.19 its latent attention needs norms that are fused into linear layers; since then it wants, with tensor
-    parallelism, the sequence parallelism that local norms do not know. Parameters have the same names in both.
+    Before 0.19 its latent attention needs norms that are fused into linear layers; since then it needs, with tensor
+    parallelism, the sequence parallelism that local norms lack. Parameters have the same names in both.
     """
     sparse = megatron_specs.get_dsa_module_spec_for_backend(config, LocalBackend())
     core = sparse.submodules.core_attention
@@ -105,12 +104,11 @@ class NormOverHeads(torch.nn.Module):
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.width, self.eps = heads * head_dim, eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(self.width // parallel_state.get_tensor_model_parallel_world_size())
-        )
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self.weight = torch.nn.Parameter(torch.ones(self.width // ranks))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What Megatron asks a module for: the weight, cut along its only axis over tensor-parallel ranks."""
+        """Megatron's protocol for modules: the weight, divided along its only axis over tensor-parallel ranks."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets
         )
@@ -118,7 +116,7 @@ class NormOverHeads(torch.nn.Module):
 
 
 class QueryNorm(NormOverHeads):
-    """The norm of the queries. Megatron gives the size of one head as `hidden_size`."""
+    """The norm of the queries. Megatron passes the size of one head as `hidden_size`."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_attention_heads, hidden_size, eps)

@@ -1,7 +1,7 @@
 """The spec of HybridModel's layers: megatron-core's own, or without Transformer Engine one of Megatron's own modules.
 
-megatron-core's has Transformer Engine's modules alone. Where those are missing the layers of GPTModel, each cut into
-attention and MLP, stand in: the same classes inside, and on disk the names that HybridModel asks for.
+megatron-core's own has only Transformer Engine's modules. Without these it is built from GPTModel's layers, each
+divided into attention and MLP: the same classes, and on disk the names that HybridModel requests.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _FIELDS = {
     DENSE: "mlp_layer",
     EXPERTS: "moe_layer",
 }
-# What the local spec's norms are called on disk: in HybridModel they are always fused into the linear layer after them,
-# but for those before latent attention and before experts.
+_MLP_ONLY: Any = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+# Names on disk of the local spec's norms: in HybridModel they are always fused into the linear layer after them, except
+# for those before latent attention and before experts.
 _FUSED = {
     ATTENTION: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     LATENT: {
@@ -62,33 +63,34 @@ _FUSED = {
 def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int) -> ModuleSpec:
     """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
 
-    Two of HybridModel's are made of one of these, or one where the model's own layers are one block each.
+    Each of these gives two layers of HybridModel, or one if the model's own layers are one block each. With tensor
+    parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then needs the sequence
+    parallelism that local norms lack. Parameters have the same names in both.
 
-    With tensor parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then wants
-    the sequence parallelism that local norms do not know. Parameters have the same names in both.
-
-    For the process: the stack itself names Transformer Engine's norm as the last one.
+    It patches the stack for the process, which has Transformer Engine's norm as the last one.
     """
     block.TENorm = WrappedTorchNorm
-    letters = hybrid_pattern(dims).partition("/")[0]
-    found: dict[str, Any] = {}
-    for place, letter in enumerate(letters):
+    slots: dict[str, Any] = {}
+    for place, letter in enumerate(hybrid_pattern(dims).partition("/")[0]):
         if letter == MIXER:
-            found[_FIELDS[letter]] = mixer_layer()
+            slots[_FIELDS[letter]] = mixer_layer()
             continue
         layer = layers[place if dims.pattern else place // 2]
-        after = letter in (DENSE, EXPERTS)
-        half = _mlp(layer) if after else _attention(layer, absorbed=letter == SPARSE and tp == 1)
+        is_mlp = letter in (DENSE, EXPERTS)
+        half = replace(layer.submodules, **_MLP_ONLY) if is_mlp else _attention(layer, letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
-        found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
-    if mtp is not None:
-        found["mtp_block_spec"] = _around_a_stack(mtp)
-    return ModuleSpec(module=_Stack, submodules=_Submodules(**found))
+        slots.setdefault(_FIELDS[letter], replace(layer, submodules=names))
+    if mtp is not None:  # HybridModel builds a stack in place of the transformer layer of these
+        specs = [replace(spec, submodules=replace(spec.submodules, mtp_model_layer=None)) for spec in mtp.layer_specs]
+        slots["mtp_block_spec"] = ModuleSpec(
+            module=MultiTokenPredictionBlock, submodules=replace(mtp, layer_specs=specs)
+        )
+    return ModuleSpec(module=_Stack, submodules=_Submodules(**slots))
 
 
-def _attention(layer: ModuleSpec, *, absorbed: bool) -> Any:
+def _attention(layer: ModuleSpec, is_absorbed: bool) -> Any:
     half = replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
-    if not absorbed:
+    if not is_absorbed:
         return half
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
@@ -99,20 +101,8 @@ def _attention(layer: ModuleSpec, *, absorbed: bool) -> Any:
     return replace(half, self_attention=attention)
 
 
-def _mlp(layer: ModuleSpec) -> Any:
-    return replace(
-        layer.submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
-    )
-
-
-def _around_a_stack(mtp: Any) -> ModuleSpec:
-    """MTP layers without the transformer layer of GPTModel's, in the place of which HybridModel builds a stack."""
-    layers = [replace(layer, submodules=replace(layer.submodules, mtp_model_layer=None)) for layer in mtp.layer_specs]
-    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=replace(mtp, layer_specs=layers))
-
-
 def hybrid_model(spec: ModuleSpec, pattern: str, stage: int | None) -> functools.partial[Any]:
-    """The class with what only it takes: a stack and a layer pattern, which `|` may divide into pipeline stages."""
+    """The class with its own arguments: a stack and a layer pattern, which `|` may divide into pipeline stages."""
     known = inspect.signature(Model).parameters
     words = {next(name for name in ("hybrid_stack_spec", "mamba_stack_spec") if name in known): spec}
     words |= {next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if name in known): pattern}

@@ -1,10 +1,9 @@
 """Norms that Megatron's local spec does not build.
 
-Their weight is stored minus one (`--apply-layernorm-1p`), which only Transformer Engine's norm computes; Megatron's
-wrapper of torch's refuses to be built. Or they are after attention and MLP too, before the outputs are added to the
-residual stream, which is not in megatron-core: GLM-4 has them as modules of the layer, as in slime's patch of
-Megatron-LM; Gemma 3 inside the linear layer whose output they take, as in Megatron-Bridge
-(`models/common/te_layers.py`).
+A weight stored minus one (`--apply-layernorm-1p`) is computed only by Transformer Engine's norm; Megatron's wrapper of
+torch's refuses it. Norms after attention and MLP, before the residual addition, are not in megatron-core: GLM-4 has
+them as modules of the layer, as in slime's patch of Megatron-LM; Gemma 3 inside the linear layer before them, as in
+Megatron-Bridge (`models/common/te_layers.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ckptkit.verify.witnesses.megatron.variants.variant import Variant, not_comp
 
 
 class ZeroCenteredNorm(torch.nn.Module):
-    """The weight of that norm, built as Megatron builds its own."""
+    """The weight of a norm that is stored minus one, built as Megatron builds its own."""
 
     forward = not_computed
 
@@ -46,7 +45,7 @@ def _norm(cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1
 def _adapt_zero_centered(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
-    # For the process, since the specs of other places (final norm, multi-token prediction) name that wrapper too.
+    # For the process, since other specs (final norm, multi-token prediction) have that wrapper too.
     if dims.norm_offset and not transformer_engine:
         WrappedTorchNorm.__new__ = _norm
 
@@ -58,20 +57,18 @@ Norm = Callable[..., torch.nn.Module]
 
 
 class SandwichLayer(TransformerLayer):  # type: ignore[misc]
-    """Megatron's layer with slime's two norms, named as slime names them."""
+    """Megatron's layer with slime's two norms and their names."""
 
     forward = not_computed
 
     def __init__(self, config: TransformerConfig, *args: Any, norm: Norm, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.post_self_attn_layernorm = norm(
-            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-        )
-        self.post_mlp_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = norm(**options), norm(**options)
 
 
 def _normed_linear(base: type, norm: Norm) -> type:
-    """A row parallel linear layer of Megatron's with a norm of its output, named as Megatron-Bridge names it."""
+    """A row parallel linear layer of Megatron with a norm of its output, named as in Megatron-Bridge."""
 
     class NormedLinear(base):  # type: ignore[misc]
         forward = not_computed
@@ -84,7 +81,7 @@ def _normed_linear(base: type, norm: Norm) -> type:
 
 
 def mlp_submodules(layer: Any) -> Any:
-    """What the MLP of a layer spec is made of: megatron-core 0.16 has a ModuleSpec there, 0.19 a partial function."""
+    """The submodules of a layer spec's MLP, a ModuleSpec in megatron-core 0.16 and a partial function in 0.19."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
@@ -92,20 +89,15 @@ def mlp_submodules(layer: Any) -> Any:
 def _adapt_sandwich(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
+    base = LocalSpecProvider().row_parallel_linear()
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TERowParallelLinear as base  # noqa: N813
     for layer in spec.layer_specs if dims.sandwich else ():
         if dims.sandwich == "layer":
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
         else:
-            linear = _normed_linear(_row_parallel(transformer_engine), spec.layer_norm)
+            linear = _normed_linear(base, spec.layer_norm)
             layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
-
-
-def _row_parallel(transformer_engine: bool) -> type:
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-        return TERowParallelLinear  # type: ignore[no-any-return]
-    return LocalSpecProvider().row_parallel_linear()  # type: ignore[no-any-return]
 
 
 SANDWICH = Variant(adapt=_adapt_sandwich)

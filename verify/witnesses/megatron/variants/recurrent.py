@@ -1,7 +1,7 @@
-"""Gated delta nets and Mamba-2 mixers, with experts that work in a smaller size: Megatron's own modules.
+"""Gated delta nets and Mamba-2 mixers, with experts of a smaller size: Megatron's own modules.
 
-Megatron builds them only where the packages of their kernels are (FLA, mamba_ssm), and the specs for Transformer Engine
-only; here they get Megatron's linear layers, with the norm inside the input projection as there.
+Megatron builds them only if the packages of their kernels are installed (FLA, mamba_ssm), and has specs only for
+Transformer Engine; here they get Megatron's linear layers, with the norm inside the input projection as there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from ckptkit.converters.config.dims import ModelDims
 from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
 
-# The module that asks whether FLA is there: that of the class, or (from megatron-core 0.19) that of its base.
+# The module with the flag of FLA: that of the class, or (from megatron-core 0.19) that of its base.
 _DELTA_NET = next(
     module for module in (sys.modules[cls.__module__] for cls in GatedDeltaNet.__mro__) if hasattr(module, "HAVE_FLA")
 )
@@ -51,7 +51,6 @@ class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]
     def column_parallel_layer_norm_linear(self) -> type:
-        """What Megatron's own layers lack."""
         return NormedColumnParallelLinear
 
 
@@ -59,8 +58,7 @@ def _delta_net_settings(dims: ModelDims) -> Mapping[str, Any]:
     if dims.linear is None:
         return {}
     # "Deterministic" selects Megatron's own recurrence: without it and without FLA, 0.19 does not build the layer. From
-    # then on, too, the function that makes the standard spec, in which layers are then replaced, refuses a config that
-    # names the variant.
+    # 0.19 on the function that makes the standard spec, whose layers are then replaced, refuses the variant's name.
     return {"deterministic_mode": not _HAS_FLA, "experimental_attention_variant": None}
 
 
@@ -74,7 +72,7 @@ def _adapt_delta_nets(
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         if not _HAS_FLA:
-            # Then Transformer Engine's attention, in the other layers, must be what it calls deterministic, too.
+            # Then Transformer Engine's attention, in the other layers, must be "deterministic" too.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         attention = get_gated_delta_net_module_spec(config, TESpecProvider())
     else:
@@ -95,7 +93,7 @@ _ENGINE = bool(vars(moe_layer).get("HAVE_TE"))
 
 
 class GatedNorm(torch.nn.Module):
-    """The weight of mamba_ssm's `RMSNorm`, in the place of Megatron's subclass of it."""
+    """The weight of mamba_ssm's `RMSNorm`, instead of Megatron's subclass of it."""
 
     forward = not_computed
 
@@ -105,7 +103,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """As Megatron's subclass of that norm has it: the weight is cut over tensor-parallel ranks."""
+        """As Megatron's subclass of that norm: the weight is divided over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,

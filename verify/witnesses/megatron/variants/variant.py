@@ -1,7 +1,7 @@
-"""What a change of Megatron's standard model is made of.
+"""A change of Megatron's standard model.
 
-A module of ours that takes the place of a CUDA kernel, or of a layer that a trainer brings, has the parameters that a
-checkpoint is loaded into, and computes nothing: CK606 compares what megatron-core itself computes.
+Modules of ckptkit that replace a CUDA kernel, or a trainer's layer, have the parameters of a checkpoint and compute
+nothing: CK606 compares only the results of megatron-core itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ckptkit.converters.config.dims import ModelDims
 
 
-def _nothing(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
-    """Leaves the spec as it is."""
-
-
 def not_computed(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """The `forward` of a module that only holds parameters."""
     raise NotImplementedError(f"{type(module).__name__} holds parameters and computes nothing")
 
 
 class WholeLinear(torch.nn.Module):
-    """The weight of a linear layer of Transformer Engine's that every tensor parallel rank holds whole."""
+    """The weight of a linear layer of Transformer Engine that every tensor parallel rank holds completely."""
 
     forward = not_computed
 
@@ -41,12 +35,9 @@ class WholeLinear(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of Megatron's standard model. Each function does nothing for models that do not need the change.
+    """A change of Megatron's standard model. Each function does nothing for models that do not need the change."""
 
-    `settings` gives further values for TransformerConfig, `adapt` changes the layer specs of a rank in place, and
-    `finish` changes the built model.
-    """
-
-    settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}
-    adapt: Callable[[ModelDims, TransformerConfig, TransformerBlockSubmodules, bool], None] = _nothing
-    finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None
+    settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}  # further values for TransformerConfig
+    # Changes the layer specs of a rank in place.
+    adapt: Callable[[ModelDims, TransformerConfig, TransformerBlockSubmodules, bool], None] = lambda *_: None
+    finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None  # changes the built model

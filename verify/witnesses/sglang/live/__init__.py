@@ -1,1 +1,1 @@
-"""A live SGLang engine on GPUs: the requests that trainers send it, and what its ranks write down."""
+"""A live SGLang engine on GPUs: the requests of trainers, and the read-back of its ranks."""

@@ -1,4 +1,4 @@
-"""Runs inside an engine's ranks, as a custom weight loader: writes down the bits of everything that the model holds."""
+"""Custom weight loaders that run in an engine's ranks: they write digests of all tensors of the model, or poison it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ PACKED = "packed"  # the entry that names modules with packed weights
 
 
 def record(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Writes `PATH.RANK.CLASS.json`: a digest and the bytes of each tensor, by name.
-
-    PATH is the name of the only tensor that is sent. SGLang calls this in every rank, for a draft model too.
-    """
-    ((path, _),) = named_tensors
+    """Writes digests and bytes of all tensors into `PATH.RANK.CLASS.json`, in every rank, for a draft model too."""
+    ((path, _),) = named_tensors  # the name of the only tensor that is sent
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    found = readback.described_tensors(model)
-    Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps({PACKED: packed(model), "held": found}))
+    contents = {PACKED: packed(model), "held": readback.describe_tensors(model)}
+    Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps(contents))
 
 
 def fill(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Poisons every parameter: resumed memory may hold what was there before, and hide what an update leaves out."""
+    """Poisons every parameter (see `live.readback.fill`)."""
     readback.fill(model, SGLANG.has_default)
 
 

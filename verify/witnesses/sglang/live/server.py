@@ -1,4 +1,4 @@
-"""A running engine, the requests that the witness sends to it, and the read-back of what it holds."""
+"""A running engine, the requests of the witness, and the read-back of its tensors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ckptkit.verify.witnesses.live.job import DRAFT, EngineJob
 from ckptkit.verify.witnesses.live.server import NotTried, RefusedByEngine, buckets
 from ckptkit.verify.witnesses.loading.names import draft_names
 from ckptkit.verify.witnesses.reference.job import TOP, Judged
-from ckptkit.verify.witnesses.sglang.adapter import draft_class
+from ckptkit.verify.witnesses.sglang.adapter import draft_class, server_options
 from ckptkit.verify.witnesses.sglang.facts import fuses_shared
 from ckptkit.verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
 
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
 _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
-# What is asked around a weight update, told by what an engine can do and not by its version. 0.5.16 takes
-# `update_weights_from_tensor` at any time, and loads repacked INT4 experts only between these two loaders. 0.5.23 takes
-# it within a session alone: `begin_weight_update` undoes repacking, `end_weight_update` repacks again, in the models
-# that a selector names.
+# Requests around a weight update, chosen by an engine's methods and not by its version. 0.5.16 accepts
+# `update_weights_from_tensor` at any time, and loads repacked INT4 experts only between these two loaders. 0.5.23
+# accepts it only within a session: `begin_weight_update` undoes repacking, `end_weight_update` repacks again, in the
+# models that a selector names.
 BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
-_LOADERS = [BEGIN, END, RECORD, POISON]  # what an engine is started with as `custom_weight_loader`
+_LOADERS = [BEGIN, END, RECORD, POISON]  # the engine's `custom_weight_loader`
 # One draft token a step, by the multi-token prediction layer of the same directory.
 _SPECULATIVE: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
@@ -44,7 +44,7 @@ _SPECULATIVE: dict[str, Any] = {
 
 
 class SglangServer:
-    """An engine and the requests that the witness sends. `device`: where tensors are sent from."""
+    """A `live.server.Server` for SGLang. `device`: where tensors are sent from."""
 
     def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, engine: Any, device: str = "cuda") -> None:
         self._job = job
@@ -55,34 +55,23 @@ class SglangServer:
         self.packed: Mapping[str, str] = {}
 
     def stop(self) -> None:
-        """Ends the engine."""
         self._engine.shutdown()
 
     def answers(self) -> list[Judged]:
-        """What the model makes of each prompt."""
-        asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
-        return [
-            _judged(
-                self._engine.generate(
-                    input_ids=list(prompt),
-                    sampling_params=asked,
-                    return_logprob=True,
-                    logprob_start_len=0,
-                    top_logprobs_num=TOP,
-                )["meta_info"]
-            )
-            for prompt in self._job.prompts
-        ]
+        options = {
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": TOP,
+        }
+        answers = (self._engine.generate(input_ids=list(prompt), **options) for prompt in self._job.prompts)
+        return [_judged(answer["meta_info"]) for answer in answers]
 
     def held(self) -> dict[str, tuple[str, int]]:
-        """Digest and bytes of everything that all ranks hold, by rank and name; DRAFT before names of a draft model.
-
-        Raises CkptkitError unless every rank wrote down what it holds, in each of its models.
-        """
         self._count += 1
         path = Path(self._job.report).parent / f"held-{self._count}"
-        self._look(str(path), RECORD)
-        found: dict[str, tuple[str, int]] = {}
+        self._run_loader(str(path), RECORD)
+        held: dict[str, tuple[str, int]] = {}
         models: set[tuple[str, str]] = set()
         for file in sorted(path.parent.glob(f"{path.name}.*.json")):
             rank, kind = file.name.removeprefix(f"{path.name}.").split(".")[:2]
@@ -90,18 +79,17 @@ class SglangServer:
             models.add((rank, prefix))
             record = json.loads(file.read_text())
             self.packed = {**self.packed, **{prefix + name: scheme for name, scheme in record[PACKED].items()}}
-            found |= {f"{rank} {prefix}{name}": (digest, size) for name, (digest, size) in record["held"].items()}
+            held |= {f"{rank} {prefix}{name}": (digest, size) for name, (digest, size) in record["held"].items()}
         if len(models) != self._job.sizes.tp * (2 if self._job.draft else 1):
-            seen = ", ".join(f"rank {rank}{' (draft)' if prefix else ''}" for rank, prefix in sorted(models))
-            raise CkptkitError(f"of the engine's models only these wrote what they hold: {seen}", "please report this")
-        return found
+            names = ", ".join(f"rank {rank}{' (draft)' if prefix else ''}" for rank, prefix in sorted(models))
+            raise CkptkitError(f"of the engine's models only these wrote their tensors: {names}", "please report this")
+        return held
 
     def check(self, action: str) -> Sequence[str]:
-        """SGLang's own checker: `snapshot`, or `compare`, which gives the names of unequal tensors."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        asked = self._engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
-        success, message, *_ = self._engine.loop.run_until_complete(asked)
+        request = self._engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
+        success, message, *_ = self._engine.loop.run_until_complete(request)
         if success:
             return ()
         names = _NAMED.findall(message)
@@ -110,34 +98,29 @@ class SglangServer:
         return names
 
     def update_by_tensor(self) -> None:
-        """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
-        opened = bool(self.packed) and not _has_sessions(self._engine)
+        needs_loaders = bool(self.packed) and not _has_sessions(self._engine)
         with self._session("all"):
-            if opened:
+            if needs_loaders:
                 self._send([], BEGIN)
             for bucket in buckets(self._checkpoint):
                 self._send([(name, tensor.to(self._device)) for name, tensor in bucket])
-            if opened:
+            if needs_loaders:
                 self._send([], END)
         self._engine.flush_cache()
 
     def update_from_disk(self) -> None:
-        """The directory again. Raises Refused, for repacked layers before they are touched: that ends an engine."""
+        """Raises NotTried for repacked layers before they are changed, since that would end the engine."""
         if self.packed and not _has_sessions(self._engine) and (known := quirk("sglang", "reload-of-int4")):
             raise NotTried(f"not tried, since {known.message}")
         _granted(self._engine.update_weights_from_disk(self._job.checkpoint))
 
     def release_and_resume(self) -> None:
-        """Gives weights, cache and graphs back, and takes memory for them again, which then holds poison."""
         self._engine.release_memory_occupation()
         self._engine.resume_memory_occupation()
         self.poison()
 
     def snapshot_and_poison(self) -> None:
-        """SGLang's checker remembers every tensor; then every parameter is poisoned, so that none can stay as it was.
-
-        The checker's own `reset_tensors` is not called: it also overwrites buffers that no checkpoint holds.
-        """
+        """The checker's own `reset_tensors` is not used: it also overwrites buffers that no checkpoint holds."""
         self.check("snapshot")
         self.poison()
 
@@ -147,23 +130,20 @@ class SglangServer:
             raise CkptkitError(
                 f"ckptkit knows no way to load {summarize(other)} into SGLang again", "leave only experts in INT4"
             )
-        self._look("", POISON)
+        self._run_loader("", POISON)
 
-    def _look(self, name: str, loader: str) -> None:
-        """Has every model of the engine given to a loader, with one tensor of this name.
+    def _run_loader(self, name: str, loader: str) -> None:
+        """Runs a loader on every model of the engine, with one tensor of this name.
 
-        The end of a session repacks whatever its selector names, and a second repacking destroys the weights. So only
-        the draft model is named: where there is one, it must not be quantized.
+        The end of a session repacks the models that its selector names, and a second repacking destroys the weights. So
+        only the draft model is named: if there is one, it must not be quantized.
         """
         with self._session("draft"):
             self._send([(name, torch.zeros(1, device=self._device))], loader)
 
     @contextmanager
     def _session(self, selector: str) -> Iterator[None]:
-        """Within this weights are sent, to an engine with sessions within one of its own.
-
-        An exception leaves a session open: what the engine holds then is not known, and nothing more is asked of it.
-        """
+        """A session for weights, if the engine has sessions. An exception leaves it open, with undefined weights."""
         if _has_sessions(self._engine):
             _granted(self._engine.begin_weight_update(selector=selector))
         yield
@@ -175,7 +155,7 @@ class SglangServer:
 
 
 def start_engine(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
-    """A `sglang.Engine`. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
+    """A `sglang.Engine`. Raises CkptkitError if it cannot run the job; SGLang itself ends this process."""
     import sglang
 
     if job.draft:
@@ -184,17 +164,8 @@ def start_engine(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
     return sglang.Engine(
         model_path=job.checkpoint,
         dtype="bfloat16" if dtype == "float32" else "auto",
-        tp_size=job.sizes.tp,
-        ep_size=job.sizes.ep,
-        dp_size=job.sizes.tp if job.sizes.dp_attention else 1,
-        enable_dp_attention=job.sizes.dp_attention,
-        skip_tokenizer_init=True,
+        **server_options(job.sizes),
         attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
-        disable_radix_cache=True,  # every prompt is computed anew
         disable_shared_experts_fusion=not fuses_shared(checkpoint.specs),
         enable_memory_saver=job.release_resume,
         custom_weight_loader=_LOADERS,
@@ -226,31 +197,29 @@ def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
 
 
 def _judged(answer: Mapping[str, Any]) -> Judged:
-    top = [[(found[0], found[1]) for found in position] for position in answer["input_top_logprobs"][1:]]
+    top = answer["input_top_logprobs"][1:]
     return Judged(
-        [float(found[0]) for found in answer["input_token_logprobs"][1:]],
-        [[int(token) for _, token in position] for position in top],
-        [[float(value) for value, _ in position] for position in top],
+        [float(entry[0]) for entry in answer["input_token_logprobs"][1:]],
+        [[int(entry[1]) for entry in position] for position in top],
+        [[float(entry[0]) for entry in position] for position in top],
     )
 
 
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> SglangServer:
-    """A running engine. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
     return SglangServer(job, checkpoint, start_engine(job, checkpoint))
 
 
 def version() -> str:
-    """SGLang's release."""
     return installed("sglang")
 
 
 def _granted(answer: Sequence[Any]) -> None:
-    """Raises Refused unless SGLang's answer to a request says that it was done."""
+    """Raises RefusedByEngine unless SGLang's answer to a request reports success."""
     success, message = answer[:2]
     if not success:
         raise RefusedByEngine(str(message))
 
 
 def _has_sessions(engine: Any) -> bool:
-    """Whether this engine takes weights within sessions only. It then also repacks by itself, also from disk."""
+    """Whether this engine accepts weights only within sessions. It then also repacks by itself, also from disk."""
     return hasattr(engine, "begin_weight_update")

