@@ -20,12 +20,12 @@ from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.verify.diff.result import Content, Diff, Pair, State, badness
 from ckptkit.verify.diff.sides import Sides, config_or_empty, opened, supported
-from ckptkit.verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
+from ckptkit.verify.evidence.both_sides import SPARE, BothSides, TensorPair, common_groups, threads
 from ckptkit.verify.evidence.compare import common_dtype
 from ckptkit.verify.evidence.compare import compare as compare_tensors
 from ckptkit.verify.evidence.expected import fp32_names
 from ckptkit.verify.evidence.extremes import digest_of, same_bytes
-from ckptkit.verify.evidence.folding import by_key, parts_apart
+from ckptkit.verify.evidence.folding import by_key, count_differing_parts
 from ckptkit.verify.evidence.moved import Moved, Stages, explain_moves, group_pairs
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _look(sides: BothSides, names: Sequence[str]) -> list[Pair]:
     return [_pair(both, a.get(both.name), b.get(both.name)) for both in sides.read(names)]
 
 
-def _pair(both: Both, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> Pair:
+def _pair(both: TensorPair, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> Pair:
     name, a, b, is_constant = both.name, both.a, both.b, both.stats.constant
     if a is None or b is None:  # one side has it, or both have the same
         spec = spec_a or spec_b
@@ -167,7 +167,7 @@ def _pair(both: Both, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> P
 
 
 def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype that they are compared in: the narrower one; of float16 and bfloat16, whichever is a cast."""
+    """Both in the narrower dtype; of float16 and bfloat16, in the one that makes a cast of the other, if any."""
     import torch
 
     if (dtype := common_dtype(a, b)) is not None:
@@ -207,7 +207,7 @@ def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
 def _unlikely(pair: Pair, home: Pair) -> tuple[bool, bool, int]:
     """Orders the names that have a tensor's bits: first the one in whose place it is, then those of its kind."""
     mutual = home.content_a is not None and home.content_a == pair.content_b
-    return not mutual, home.state == "equal", parts_apart(pair.name, home.name)
+    return not mutual, home.state == "equal", count_differing_parts(pair.name, home.name)
 
 
 def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Moved]:

@@ -26,7 +26,7 @@ _MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
+class TensorPair:
     """What two checkpoints have under a name. Tensors are valid until the next group is read."""
 
     name: str
@@ -44,7 +44,7 @@ class BothSides:
     b: Checkpoint | None
     _readers: list[tuple[FileReader, FileReader]] = field(default_factory=list)  # of threads that have ended
 
-    def read(self, names: Sequence[str], unreadable: dict[str, str] | None = None) -> Iterator[Both]:
+    def read(self, names: Sequence[str], unreadable: dict[str, str] | None = None) -> Iterator[TensorPair]:
         """Yields what both sides have under each name, which are read together.
 
         A tensor of `a` that cannot be read is named in `unreadable`, with the reason, instead of yielded. Raises
@@ -84,7 +84,7 @@ class BothSides:
             return None
         return found if len(found) == len(sides) else None
 
-    def _streamed(self, name: str, readers: Sequence[FileReader]) -> Both | None:
+    def _streamed(self, name: str, readers: Sequence[FileReader]) -> TensorPair | None:
         """A large tensor that one side has, or both with the same bytes; None for any other.
 
         None also for one that cannot be read: reading it as a whole gives the error.
@@ -96,11 +96,11 @@ class BothSides:
             stats = _measured(self._sides(name)[0].specs[name], streams)
         except (CkptkitError, OSError):
             return None
-        return None if stats is None else Both(name, stats, is_equal=len(streams) > 1)
+        return None if stats is None else TensorPair(name, stats, is_equal=len(streams) > 1)
 
     def _held(
         self, names: Sequence[str], reader_a: FileReader, reader_b: FileReader, unreadable: dict[str, str] | None
-    ) -> Iterator[Both]:
+    ) -> Iterator[TensorPair]:
         """As `read`, of tensors that are in memory as a whole."""
         left = [name for name in names if name in self.a.specs]
         reader_a.load(byte_ranges_of(self.a, left))
@@ -113,9 +113,9 @@ class BothSides:
         for name in names:
             a, b = tensors.get(name), others.get(name)
             if a is not None and b is not None and same_bytes(a, b):
-                yield Both(name, extremes(a), is_equal=True)
+                yield TensorPair(name, extremes(a), is_equal=True)
             elif (tensor := b if a is None else a) is not None:
-                yield Both(name, extremes(tensor), False, a, b)
+                yield TensorPair(name, extremes(tensor), False, a, b)
 
     def _read(self, names: Sequence[str], reader: FileReader, unreadable: dict[str, str] | None) -> dict[str, Tensor]:
         try:

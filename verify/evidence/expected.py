@@ -58,17 +58,17 @@ class Expected:
 def config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint, of a supported family, as its tensors have it (`ckptkit.converters.stored`).
 
-    Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
+    Raises as `raw_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
     it loads.
     """
-    config, names = stated_config_of(subject), _names(subject)
+    config, names = raw_config_of(subject), _names(subject)
     return as_stored(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
-    """Remarks on the names of its tensors that are not wrong. Raises as `stated_config_of`."""
+    """Remarks on the names of its tensors that are not wrong. Raises as `raw_config_of`."""
     names = _names(subject)
-    return remarks(stated_config_of(subject), names) if names else []
+    return remarks(raw_config_of(subject), names) if names else []
 
 
 @once
@@ -78,7 +78,7 @@ def spelling_of(subject: Subject) -> OtherSpelling | None:
     None also where there is no usable config.
     """
     try:
-        return other_spelling(stated_config_of(subject), _names(subject)) if subject.is_hf else None
+        return other_spelling(raw_config_of(subject), _names(subject)) if subject.is_hf else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
@@ -119,7 +119,7 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 
 
 @once
-def stated_config_of(subject: Subject) -> Mapping[str, Any]:
+def raw_config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint as the file has it, checked to be of a supported family.
 
     Raises NotApplicable for a model of no family, which transformers is asked about (CK541); CannotCheck where a
@@ -154,7 +154,7 @@ def expected_of(subject: Subject) -> Expected | None:
 
     None where there is no usable config.
     """
-    if (config := usable_config(subject)) is None:
+    if (config := config_or_none(subject)) is None:
         return None
     unread = subject.unread_names
     names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
@@ -309,7 +309,7 @@ def refuse_stated(subject: Subject) -> None:
             raise UnsupportedError(error.message, error.hint) from error
 
 
-def usable_config(subject: Subject) -> Mapping[str, Any] | None:
+def config_or_none(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
         return config_of(subject)
@@ -327,7 +327,7 @@ def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]
 
 def tied_head_of(subject: Subject) -> tuple[str, str] | None:
     """Names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
-    config = usable_config(subject)
+    config = config_or_none(subject)
     return tied_head(config) if config else None
 
 
@@ -340,6 +340,6 @@ def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
 def model_of(subject: Subject) -> str | None:
     """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
     with suppress(CkptkitError, NotApplicable, CannotCheck):
-        config = stated_config_of(subject)
+        config = raw_config_of(subject)
         return f"{config.get('model_type')}, {dims_of(config).layers} layers"
     return None

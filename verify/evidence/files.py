@@ -109,7 +109,7 @@ class HfFiles:
         return tuple(sorted(self.root.glob("*.safetensors")))
 
     @cached_property
-    def wanted(self) -> tuple[str, ...]:
+    def loader_files(self) -> tuple[str, ...]:
         """The files that a loader opens: those of the index, or the single one, or (with no usable index) all."""
         if self.index is not None:
             return tuple(sorted(set(self.index.values())))
@@ -118,17 +118,17 @@ class HfFiles:
     @cached_property
     def missing(self) -> tuple[str, ...]:
         """Files that a loader would open and that are not there, or links that lead nowhere."""
-        return tuple(file for file in self.wanted if not (self.root / file).exists())
+        return tuple(file for file in self.loader_files if not (self.root / file).exists())
 
     @cached_property
     def orphans(self) -> tuple[str, ...]:
         """Weight files that nothing refers to."""
-        return tuple(path.name for path in self.present if path.name not in self.wanted)
+        return tuple(path.name for path in self.present if path.name not in self.loader_files)
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
         """The headers of the files that a loader opens and that are there."""
-        return {file: self.scan(file) for file in self.wanted if file not in self.missing}
+        return {file: self.scan(file) for file in self.loader_files if file not in self.missing}
 
     def scan(self, file: str) -> Shard:
         """The header of any file of the directory, such as one that the index does not name."""
@@ -145,7 +145,7 @@ class HfFiles:
     @cached_property
     def unknown(self) -> frozenset[str]:
         """Names that the index puts into files whose header cannot be read: they may well be there."""
-        closed = {file for file in self.wanted if file in self.missing or not self.shards[file].readable}
+        closed = {file for file in self.loader_files if file in self.missing or not self.shards[file].readable}
         return frozenset(name for name, file in (self.index or {}).items() if file in closed)
 
     @cached_property
@@ -164,7 +164,7 @@ class HfFiles:
         return None if shard is None else shard.stretch(name, element)
 
     @cached_property
-    def twice(self) -> Mapping[str, list[str]]:
+    def duplicates(self) -> Mapping[str, list[str]]:
         """Tensors that stand in several files, with those files."""
         if sum(len(shard.specs) for shard in self.shards.values()) == len(self.specs):
             return {}

@@ -34,7 +34,7 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def parts_apart(one: str, other: str) -> int:
+def count_differing_parts(one: str, other: str) -> int:
     """How many dotted parts of two names differ."""
     left, right = one.split("."), other.split(".")
     return sum(a != b for a, b in zip(left, right, strict=False)) + abs(len(left) - len(right))

@@ -15,7 +15,7 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.verify.core.subject import Subject, once
-from ckptkit.verify.evidence.folding import LAYER, by_key, layer_of, layers_of, parts_apart, pattern_of
+from ckptkit.verify.evidence.folding import LAYER, by_key, count_differing_parts, layer_of, layers_of, pattern_of
 
 # The next move, by what most often puts values into each other's place.
 AGAIN = "convert again from the source"
@@ -115,7 +115,7 @@ def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str 
     within = {
         name: other
         for name, other in left.items()
-        if parts_apart(name, other) == 1 and name.count(".") == other.count(".")
+        if count_differing_parts(name, other) == 1 and name.count(".") == other.count(".")
     }
     yield from _moved_parts(within)
     others = {name: other for name, other in left.items() if name not in within}
@@ -213,7 +213,7 @@ def _listed(parts: Sequence[str]) -> str:
     return ranges(map(int, parts)) if all(part.isdecimal() for part in parts) else ", ".join(parts)
 
 
-def repeated(equal: Iterable[Sequence[str]], stages: Stages) -> list[Moved]:
+def explain_repeats(equal: Iterable[Sequence[str]], stages: Stages) -> list[Moved]:
     """Explains groups of tensors of one pattern with the same bytes: layers first, then experts of a layer.
 
     Groups of layers, or experts, that are as far apart are one; groups that differ in more than the expert are alone.

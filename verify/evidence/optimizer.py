@@ -229,7 +229,7 @@ def _unlike(master: Tensor, part: Part, digest: bytes | None) -> int:
     return int(wrong.sum())
 
 
-def without_master(values: OptimizerValues, dtype: str) -> int:
+def count_without_master(values: OptimizerValues, dtype: str) -> int:
     """How many weights of this dtype are nearest to no master weight of a bucket, each counted once.
 
     As many as there are fewer masters than weights do not count: the run does not train those.

@@ -99,7 +99,7 @@ def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
     return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
-def look(sides: BothSides, names: Sequence[str]) -> Values:
+def compare_group(sides: BothSides, names: Sequence[str]) -> Values:
     """Measures these tensors, which are read together, and compares them with the source's."""
     values = Values()
     for both in sides.read([name for name in names if name in sides.a.specs], values.unreadable):
@@ -231,7 +231,7 @@ def _parts(subject: Subject, stored: bool, sides: BothSides, groups: Groups) -> 
             yield parts
         return
     with threads(sides.largest(groups), SPARE) as pool:
-        yield pool.map(partial(look, sides), groups)
+        yield pool.map(partial(compare_group, sides), groups)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def look_at(task: TaskInput, names: Sequence[str]) -> Values:
     wanted, found = set(names), Values()
     for group in groups:
         if group[0] in wanted:
-            found.add(look(both, group))
+            found.add(compare_group(both, group))
     return found
 
 

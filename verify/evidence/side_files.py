@@ -264,7 +264,7 @@ def show(value: Any) -> str:
     return "missing" if value is None else shortened(value)
 
 
-def of_keys(
+def setting_differences(
     file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
 ) -> Iterator[SideDifference]:
     """The difference of settings, each with its values here and there; none without any. `before`: the first words."""

@@ -87,7 +87,7 @@ class _Cell:
         return cell | {"experts": 1 + max(self.experts | self.wrong_experts), "failed_experts": wrong}
 
 
-def of_values(
+def measured_values(
     values: Values, rounded: Collection[str] = (), *, is_trained: bool = False
 ) -> Iterator[tuple[str, Measured]]:
     """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference.

@@ -20,10 +20,10 @@ from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, 
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
 from ckptkit.verify.reports.text import (
-    alike,
     cause_of,
     duration,
     failure_titles,
+    group_identical,
     headline,
     named_subject,
     numbered,
@@ -96,7 +96,7 @@ def grouped_causes(report: Report) -> list[Cause]:
     titles = failure_titles(report)
     roots = sorted((one for one in named.values() if one.cause is None), key=lambda one: one.severity != "error")
     found = []
-    for group in alike(roots):
+    for group in group_identical(roots):
         same = [(anchor_of[id(one)], one) for one in group]
         own = {anchor for anchor, _ in same}
         follows = [(anchor, one) for anchor, one in named.items() if one.cause in own]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from ckptkit.core.printable import printable
 from ckptkit.verify.core.check import all_checks
 from ckptkit.verify.core.report import CheckResult, Report
-from ckptkit.verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
+from ckptkit.verify.reports.text import FindingGroup, describe_finding, groups, named_subject, rest
 
 _SHOWN = 100  # findings of one code
 _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
@@ -62,7 +62,7 @@ def _case(suite: ElementTree.Element, check: CheckResult, found: list[FindingGro
     if check.status == "failed":
         others = sum(len(group.shown) + group.more for group in errors) - 1
         more = f" (and {others} more finding{'s' * (others != 1)})" if others > 0 else ""
-        message = f"{said_of(errors[0].shown[0][1])}{more}" if errors else "a check failed"
+        message = f"{describe_finding(errors[0].shown[0][1])}{more}" if errors else "a check failed"
         failure = ElementTree.SubElement(case, "failure", type=check.code, message=_xml(message))
         failure.text = _text(errors)
     if warnings := [group for group in found if group.severity == "warning"]:

@@ -16,14 +16,14 @@ from ckptkit.verify.core.check import NOT_APPLICABLE
 from ckptkit.verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports.text import (
+    describe_fault,
     groups,
     headline,
-    is_itself,
+    is_about_checkpoint,
     named_subject,
     names_its_file,
     other_reasons,
     totals,
-    wrong_of,
 )
 
 _COLOR = {
@@ -102,10 +102,10 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "follows": _explained(report, anchor),
     }
     given = [(label, text) for label, text in fields.items() if text]
-    wrong = wrong_of(finding.expected, finding.actual)
+    wrong = describe_fault(finding.expected, finding.actual)
     # In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself.
     about = f"{finding.count} tensors" if finding.tensor and ", " in finding.tensor else finding.tensor
-    if not about and not is_itself(finding, report.checkpoint):
+    if not about and not is_about_checkpoint(finding, report.checkpoint):
         about = Path(str(finding.file)).name
     about = "" if names_its_file(finding) else about or ""
     return Entry(finding.code, finding.severity, about, wrong, given, anchor, title)

@@ -95,7 +95,7 @@ def totals(report: Report) -> str:
     return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
 
 
-def wrong_of(expected: str, actual: str) -> str:
+def describe_fault(expected: str, actual: str) -> str:
     """What is wrong, and instead of what where the actual value says little by itself."""
     if match := _SAME_START.match(f"{expected}\n{actual}"):
         return f"{actual} instead of {expected.removeprefix(match[1])}"
@@ -107,13 +107,13 @@ def has_no_subject(wrong: str) -> bool:
     return _SUBJECTLESS.match(wrong) is not None
 
 
-def said_of(finding: Finding) -> str:
+def describe_finding(finding: Finding) -> str:
     """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
     if finding.tensor and ", " in finding.tensor:
         layers = [] if "layer" in finding.actual else layers_of(finding.names)
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
-    wrong = wrong_of(finding.expected, finding.actual)
+    wrong = describe_fault(finding.expected, finding.actual)
     about = named_subject(finding) or (finding.expected if has_no_subject(wrong) else "")
     return f"{about}: {wrong}" if about else wrong
 
@@ -122,7 +122,7 @@ def headline(report: Report) -> str:
     """What is wrong first of all, and how much else; else what is not known, or that nothing is wrong."""
     errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
     if errors:
-        first = alike(errors)[0]
+        first = group_identical(errors)[0]
         text = cause_of(first, report.checkpoint) + _more(len(errors) - len(first), "error")
         file = first[0].file
         return _sentence(text, Path(file).name if file and not first[0].tensor else None)
@@ -146,14 +146,14 @@ def other_reasons(report: Report) -> Sequence[str]:
     return () if report.status == "inconclusive" and len(report.reasons) == 1 else report.reasons
 
 
-def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+def group_identical(findings: Sequence[Finding]) -> list[list[Finding]]:
     """The findings in order, those together that say the same of several tensors or files."""
     keys = ((one.code, one.severity, one.cause, one.expected, one.actual, one.hint) for one in findings)
     return list(by_key(zip(keys, findings, strict=True)).values())
 
 
 def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
-    """Findings that are `alike` in a few words, without the names of tensors: `router of layers 4 and 5: all zero`."""
+    """Describes identical findings without names of tensors: `router of layers 4 and 5: all zero`."""
     wrong, where = _wrong(findings[0], checkpoint), _place(findings, checkpoint)
     if not where and has_no_subject(wrong):
         first = findings[0]
@@ -171,7 +171,7 @@ def _wrong(finding: Finding, checkpoint: str) -> str:
         wrong = re.sub(rf"(?<![\w./-]){re.escape(root)}/", "", wrong)
     if finding.tensor:
         wrong = _NAMED.sub("", wrong)
-    if (words := wrong_of(expected, wrong)) != wrong:
+    if (words := describe_fault(expected, wrong)) != wrong:
         return words
     if len(wrong.split()) > 1 or wrong in _PLAIN:
         return wrong
@@ -182,7 +182,7 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     """What they are about, in words; nothing where what is wrong says that itself."""
     first = findings[0]
     if not first.tensor:
-        return "" if is_itself(first, checkpoint) else Path(str(first.file)).name
+        return "" if is_about_checkpoint(first, checkpoint) else Path(str(first.file)).name
     if names_its_file(first):
         return ""
     if len(findings) == 1 and ", " not in first.tensor:
@@ -197,7 +197,7 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     return where or f"{first.count} tensors"
 
 
-def is_itself(finding: Finding, checkpoint: str) -> bool:
+def is_about_checkpoint(finding: Finding, checkpoint: str) -> bool:
     """Whether it is about the checkpoint, and no file in it."""
     return not finding.file or Path(finding.file).absolute() == Path(checkpoint).absolute()
 

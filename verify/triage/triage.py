@@ -23,7 +23,7 @@ _COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ":
 
 
 @dataclass(frozen=True)
-class Sign:
+class SymptomMatch:
     """A symptom that was found: how many lines have it, and the first of them."""
 
     symptom: Symptom
@@ -38,8 +38,8 @@ class Triage:
     version: str
     logs: Sequence[str]
     lines: int
-    causes: Sequence[Sign]
-    effects: Sequence[Sign]
+    causes: Sequence[SymptomMatch]
+    effects: Sequence[SymptomMatch]
     loaded: Sequence[Place]
 
     @property
@@ -91,7 +91,7 @@ def triage(logs: Sequence[str | Path]) -> Triage:
     signs = []
     for symptom, count in found.counts.items():
         shown = symptom.for_vllm() if only_vllm else symptom
-        signs.append(Sign(served.of(shown) if served else shown, count, found.places[symptom]))
+        signs.append(SymptomMatch(served.of(shown) if served else shown, count, found.places[symptom]))
     return Triage(
         version=program_version(),
         logs=[_name(log) for log in logs],
@@ -140,7 +140,7 @@ def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
     yield from plain(lay_out(text, width or columns(), every=True))
 
 
-def _entry(sign: Sign) -> Entry:
+def _entry(sign: SymptomMatch) -> Entry:
     symptom, rest = sign.symptom, sign.count - len(sign.places)
     codes = f"  ({', '.join(symptom.codes)})" if symptom.codes else ""
     fields = [("line", str(place)) for place in sign.places]

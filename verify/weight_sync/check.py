@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.verify.weight_sync.engines import Digest, EngineState, JsonServer, Setup
-from ckptkit.verify.weight_sync.judge import Known, SyncResult, SyncVerdict, changed_since, judge
+from ckptkit.verify.weight_sync.judge import SyncHistory, SyncResult, SyncVerdict, changed_since, judge
 from ckptkit.verify.weight_sync.messages import first_lines, say, waiting
 from ckptkit.verify.weight_sync.predicted import Sent
 from ckptkit.verify.weight_sync.sglang import SglangEngine, computes_as, sglang_digest
@@ -86,7 +86,7 @@ class WeightSyncCheck:
         self._digest: Digest = digest or (vllm_digest if program == "vllm" else sglang_digest())
         self._own_digest = digest is None
         self._setups: dict[str, Setup] = {}
-        self._known = Known()
+        self._known = SyncHistory()
         self._sent: Sent | None = None
         self._spent = 0.0
         self._said = frozenset[str]()

@@ -27,7 +27,7 @@ Cuts = Mapping[tuple[Layout, Seat, str], ParamCut]
 
 
 @dataclass(frozen=True)
-class Known:
+class SyncHistory:
     """What earlier checks showed.
 
     `cuts`: how a rank of a layout keeps a parameter, by kind, or by parameter where a server quantizes some layers by
@@ -77,7 +77,7 @@ class SyncVerdict:
     wrong: Sequence[str]
     compared: bool
     result: SyncResult
-    known: Known
+    known: SyncHistory
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def judge(
     sent: Sent,
     states: Mapping[str, EngineState],
     setups: Mapping[str, Setup],
-    known: Known,
+    known: SyncHistory,
     *,
     whole: bool = True,
 ) -> SyncVerdict:
@@ -170,12 +170,12 @@ def judge(
             sorted(absent),
             sorted(not_sent),
         ),
-        Known(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
+        SyncHistory(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
     )
 
 
 def changed_since(
-    states: Mapping[str, EngineState], setups: Mapping[str, Setup], known: Known
+    states: Mapping[str, EngineState], setups: Mapping[str, Setup], known: SyncHistory
 ) -> tuple[int, list[str]]:
     """How many parameters are known from the last check, and a line for those of each rank that hold something else."""
     count, lines = 0, []

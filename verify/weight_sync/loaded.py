@@ -46,7 +46,7 @@ _SOURCES = {"": "load", "ref_": "ref_load", "teacher_": "opd_teacher_load"}  # b
 
 
 @dataclass(frozen=True)
-class Looked:
+class LoadedComparison:
     """What was equal: `digests` by the manifest, `tensors` with what is on disk. `skipped`: what was not looked at."""
 
     path: Path
@@ -96,7 +96,7 @@ def parameters_asked_for() -> int | None:
 
 def compare_loaded(
     location: Location, hf: str | None, model: Sequence[torch.nn.Module], parameters: int | None
-) -> Looked:
+) -> LoadedComparison:
     """Compares the chunks of this rank with a checkpoint; `hf` gives the config of one that has none.
 
     Of cut parameters at most `parameters` are compared (None: all).
@@ -149,7 +149,7 @@ def compare_loaded(
         is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         which = f"rank {job_rank()}: " if is_one_of_many else ""
         raise DiffersError(f"{which}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
-    return Looked(location.path, list(known), [one.local for one in seen], skipped)
+    return LoadedComparison(location.path, list(known), [one.local for one in seen], skipped)
 
 
 def _held(

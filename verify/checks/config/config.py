@@ -21,7 +21,7 @@ from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import is_of_no_family, require_config, stated_config_of
+from ckptkit.verify.evidence.expected import is_of_no_family, raw_config_of, require_config
 from ckptkit.verify.evidence.folding import chunk_ranges
 from ckptkit.verify.evidence.reading import read_values
 from ckptkit.verify.launch.words import at_places, first_file
@@ -60,7 +60,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not args:
         raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
-    dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
+    dims = dims_of(require_config(subject, raw_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(compared(dims))
     where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):
@@ -81,11 +81,11 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
             yield Issue(expected, actual, file="config.json", severity=one.severity)
         return
-    here = require_config(subject, stated_config_of)
+    here = require_config(subject, raw_config_of)
     if subject.options.adapter is not None and subject.source is not None:
         there = subject.source.config  # an adapter may part the output layer from the embedding
     else:
-        there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
+        there = raw_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
     hint = "" if subject.options.adapter is None else "write the value of the merged weights"
     where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):

@@ -19,7 +19,7 @@ from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import stated_config_of
+from ckptkit.verify.evidence.expected import raw_config_of
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")
@@ -196,7 +196,7 @@ def _sglang_reads_more(subject: Subject) -> None:
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
     try:
-        needed, _ = keys_of(stated_config_of(subject))
+        needed, _ = keys_of(raw_config_of(subject))
     except (CkptkitError, CannotCheck):
         raise NotApplicable("there is no usable config.json (CK101)") from None
     if not needed:
@@ -206,7 +206,7 @@ def _sglang_reads_more(subject: Subject) -> None:
 @check("CK731", preflight=True, applies_to=_sglang_reads_more)
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
-    needed, lacking = keys_of(stated_config_of(subject))
+    needed, lacking = keys_of(raw_config_of(subject))
     tally.compared(len(needed))
     if lacking:
         what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"

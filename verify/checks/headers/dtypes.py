@@ -20,12 +20,12 @@ from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import (
     Expected,
+    config_or_none,
     expected_of,
     has_floats,
     is_of_no_family,
     is_quantized,
     refuse_stated,
-    usable_config,
 )
 from ckptkit.verify.evidence.floats.stored import parts_in_floats
 from ckptkit.verify.evidence.packed import int4_format_of
@@ -48,7 +48,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.is_hf:
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     expected = expected_of(subject) or Expected({})
     fp32 = expected.fp32
     of_no_family = is_of_no_family(subject)

@@ -51,7 +51,7 @@ def require_weights(subject: Subject) -> None:
     Raises UnsupportedError as `refuse_other_format`.
     """
     refuse_other_format(subject.path)
-    if not subject.hf_files.wanted:
+    if not subject.hf_files.loader_files:
         raise CannotCheck("not run because there are no weights", "CK103")
 
 
@@ -141,7 +141,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     refuse_other_format(subject.path)
     tally.compared()
     hint = ""
-    if not (files := subject.hf_files).wanted and files.index is None:
+    if not (files := subject.hf_files).loader_files and files.index is None:
         # verl keeps config and tokenizer in huggingface/, beside the weights.
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
         hint = other_weights(root) or "download its weights, as safetensors"
@@ -197,7 +197,7 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise CannotCheck("not run because index and shards name different tensors", "CK104")
-    total = sum(one.nbytes for one in (files.specs if files.twice else files.shards).values())
+    total = sum(one.nbytes for one in (files.specs if files.duplicates else files.shards).values())
     if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
         is_rows = ", which is the number of rows" if files.total_size == rows else ""
@@ -220,11 +220,11 @@ _WRAPPER = "base_model.model."
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
     files = subject.hf_files
-    if not files.wanted:
+    if not files.loader_files:
         raise CannotCheck("there are no shards", "CK103")
-    tally.compared(len(files.wanted))
+    tally.compared(len(files.loader_files))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
+    for match in filter(None, map(_NUMBERED.fullmatch, files.loader_files)):
         series[match[1]][int(match[3])].append(int(match[2]))
     for stem, totals in series.items():
         yield from _series(stem, totals)

@@ -31,12 +31,12 @@ from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
+    config_or_none,
     expected_of,
+    raw_config_of,
     remarks_of,
     spelling_of,
-    stated_config_of,
     tied_head_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
@@ -46,7 +46,7 @@ from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, la
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject, listed=True)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     expected = expected_of(subject)
     tally.compared(len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
@@ -81,7 +81,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         known |= frozenset(undeclared.values())
         yield undeclared_issue(undeclared)
     known |= in_second_format(subject)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
     every = [known.keys() for known in (specs, index, expected.shapes if expected else None) if known is not None]
     odd = set[str]().union(*(every[0] ^ other for other in every[1:] if every[0] != other))
@@ -139,7 +139,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     """One issue for all tensors of the layers, a warning where transformers renames them while it loads."""
     if (found := spelling_of(subject)) is None:
         return
-    config = stated_config_of(subject)
+    config = raw_config_of(subject)
     family, count = family_of(config), sum(one.startswith(found.found) for one in subject.specs)
     rename = f"rename the tensors to {found.expected}* (and in the index)"
     if found.renamed:
@@ -224,13 +224,13 @@ _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
     index = files.index or {}
-    for homes, names in by_key((tuple(found), name) for name, found in files.twice.items()).items():
+    for homes, names in by_key((tuple(found), name) for name, found in files.duplicates.items()).items():
         # Which copies the index names, and what else is only in the other files.
         named = sorted({index[name] for name in names if name in index})
         home = named[0] if len(named) == 1 and named[0] in homes else None
         actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
         others = [file for file in homes if file != home]
-        needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
+        needed = [file for file in others if files.shards[file].specs.keys() - files.duplicates.keys()]
         hint = (
             f"move {' and '.join(others)} elsewhere, and let the index name {home} for the tensors that it lists there"
         )
@@ -287,7 +287,7 @@ def _newest(root: Path, files: list[str]) -> str:
 def _has_tower(subject: Subject) -> None:
     only_hf(subject)
     try:
-        config = stated_config_of(subject)
+        config = raw_config_of(subject)
         towers = family_of(config).towers(config)
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
@@ -298,7 +298,7 @@ def _has_tower(subject: Subject) -> None:
 @check("CK730", applies_to=_has_tower)
 def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
-    config = stated_config_of(subject)
+    config = raw_config_of(subject)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
     tally.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):

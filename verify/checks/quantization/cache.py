@@ -19,7 +19,7 @@ from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.expected import config_or_none
 from ckptkit.verify.evidence.folding import group_by_pattern
 
 # As compressed-tensors, ModelOpt and AutoFP8 name them.
@@ -43,7 +43,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             found[match[1]].update(match[2] or match[3] or "kv")
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
-    config = usable_config(subject)
+    config = config_or_none(subject)
     content = stated_quantization(config or {})
     calibrated = config is not None and is_cache_calibrated(content)
     own = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # transformers alone misreads it

@@ -22,7 +22,7 @@ from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.expected import config_or_none
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
@@ -79,7 +79,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"{stated.words}, as config.json says of this module"
             yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
     yield from _missing_inputs(weights, listed)
-    if usable_config(subject) is None:  # otherwise CK104 knows which names belong
+    if config_or_none(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
         yield Issue("a quantized weight next to its scale", "no such weight", _AGAIN, names=orphans)
     hint = "config.json belongs to other weights, or states another format: restore it"
@@ -180,8 +180,10 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
         yield Issue(limit, f"{one.above} of {one.values} are larger, and make weights infinite in BF16", names=names)
     elif one.negative:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
-    elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
-        yield Issue("scales above zero", f"zero for {one.silenced} blocks with codes that are not zero", names=names)
+    elif one.zero_scale_blocks and (stored.layout.second == "" or one.zero_scale_blocks * _FEW > one.values):
+        yield Issue(
+            "scales above zero", f"zero for {one.zero_scale_blocks} blocks with codes that are not zero", names=names
+        )
     elif labelled and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
         yield Issue("powers of two, as scale_fmt ue8m0 in config.json says", actual, names=names)
@@ -271,7 +273,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Raises CannotCheck for a model whose modules are not known, and where the lists cannot be read.
     """
-    where, config = "config.json", usable_config(subject)
+    where, config = "config.json", config_or_none(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
     yield from misread
     if any(issue.severity == "error" for issue in misread):

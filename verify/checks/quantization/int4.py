@@ -36,7 +36,7 @@ from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.agreement import agreement
-from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
+from ckptkit.verify.evidence.expected import config_of, config_or_none, is_quantized, packed_parts, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.evidence.packed import (
@@ -58,14 +58,14 @@ def require_quantized(subject: Subject) -> None:
     """For checks of quantized weights. Raises NotApplicable where a checkpoint has none."""
     if subject.is_megatron:
         raise NotApplicable("Megatron holds no INT4 weights")
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if config is not None and not is_quantized(config):
         raise NotApplicable(describe_quantization(config))
 
 
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but a quantized cache of keys and values will do."""
-    config = None if subject.is_megatron else usable_config(subject)
+    config = None if subject.is_megatron else config_or_none(subject)
     if config is None or stated_quantization(config) is None:
         require_quantized(subject)
 

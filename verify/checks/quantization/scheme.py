@@ -26,7 +26,7 @@ from ckptkit.verify.core.check import Tally, check
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import is_quantized, require_config, usable_config
+from ckptkit.verify.evidence.expected import config_or_none, is_quantized, require_config
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
@@ -145,7 +145,7 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     A group has the size that config.json says where there is a scale for each, else that by the number of scales.
     Packed ones without a scale are for CK104. Raises NotApplicable where config.json does not tell the bits.
     """
-    config, specs = usable_config(subject), subject.hf_files.specs
+    config, specs = config_or_none(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise CannotCheck("config.json does not tell the bits of packed weights", "CK101", "CK302")
     groups, (_, floats) = groups_of(config), stored_floats_of(subject)
@@ -199,7 +199,7 @@ def _cut_for_sglang(subject: Subject) -> None:
         require_quantized(subject)
     else:
         _packed_for_sglang(subject)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if config is not None and int4_format_of(config) is None:
         raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
@@ -207,7 +207,7 @@ def _cut_for_sglang(subject: Subject) -> None:
 @check("CK309", preflight=True, applies_to=_packed_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
-    config = usable_config(subject)
+    config = config_or_none(subject)
     form = int4_format_of(config) if config else None
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):

@@ -14,7 +14,7 @@ from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
-from ckptkit.verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
+from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_master, optimizer_values, state_of
 
 # Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
@@ -87,7 +87,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
         total = int(weights.sum())
-        if missing := without_master(values, dtype):
+        if missing := count_without_master(values, dtype):
             actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
             frozen = f"{hint}; or the run does not train all of them"
             yield Issue(expected, actual, frozen)

@@ -38,17 +38,17 @@ from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import (
     Expected,
+    config_or_none,
     expected_of,
     is_cache_scale,
     require_config,
     require_expected,
     tied_head_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.extremes import Extremes
 from ckptkit.verify.evidence.floats.stored import parts_in_floats, scales_in_floats
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
-from ckptkit.verify.evidence.moved import repeated, stages_of
+from ckptkit.verify.evidence.moved import explain_repeats, stages_of
 from ckptkit.verify.evidence.reading import Values, read_values
 from ckptkit.verify.quirks import quirks
 
@@ -122,7 +122,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = read_values(subject).stats
     counted(tally, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
-    config = usable_config(subject) or {}
+    config = config_or_none(subject) or {}
     scales = scales_in_floats(subject)
     constant: list[str] = []
     for name, stats in values.items():
@@ -153,7 +153,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
     """The tensors that training may begin with as a constant."""
-    config = usable_config(subject) or {}
+    config = config_or_none(subject) or {}
     expected = expected_of(subject) or Expected({})
     norms = [stats.constant for name, stats in values.items() if _NORM.search(name)]
     untrained = 2 * sum(norms) > len(norms)
@@ -204,7 +204,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):
         tally.note(f"layers {ranges(merged)} repeat one another, as {_MERGED} says of the merge that made them")
         equal = [found for found in equal if not _are_copies(found, origins)]
-    for one in repeated(equal, stages_of(subject)):
+    for one in explain_repeats(equal, stages_of(subject)):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
@@ -344,7 +344,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _named(subject: Subject, field: str) -> set[str]:
     """Tensors of mappings with this field, by their HF and Megatron names from `layers.` on; empty without a config."""
-    config = usable_config(subject)
+    config = config_or_none(subject)
     rules = [rule for rule in rules_of(config) if getattr(rule.mapping, field)] if config else []
     return {_inside_model(name) for rule in rules for name in (*rule.hf, rule.megatron)}
 

@@ -25,10 +25,10 @@ from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import (
     config_of,
+    config_or_none,
     is_cache_scale,
     is_quantized,
-    stated_config_of,
-    usable_config,
+    raw_config_of,
     weights_of,
 )
 from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
@@ -116,7 +116,7 @@ def _may_repack(subject: Subject) -> None:
 
 
 def _require_packed(subject: Subject) -> None:
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if subject.is_megatron or (config is not None and not is_quantized(config)):
         raise NotApplicable("no weight is quantized, so none is repacked without a GPU")
 
@@ -149,7 +149,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     run = run_engine_load(subject, engine)
     if run.report is None:
         message = _refusal(run.failure)
-        _, lacking = keys_of(stated_config_of(subject))
+        _, lacking = keys_of(raw_config_of(subject))
         hint = why_refused(engine, message, lacking)
         yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
         return
@@ -175,7 +175,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(stated_config_of(subject), subject.specs) if subject.is_hf else ()
+    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
         tally.compared(report.parameters)
@@ -221,7 +221,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
 @each_engine(
     5,
     applies_to=where(
-        lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
+        lambda subject: (config := config_or_none(subject)) is None or dims_of(config).experts > 0,
         "the model has no routed experts",
     ),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
@@ -276,7 +276,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 @each_engine(
     8,
     applies_to=where(
-        lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
+        lambda subject: (config := config_or_none(subject)) is not None and of_draft(config),
         "there are no multi-token prediction layers",
     ),
 )

@@ -26,7 +26,7 @@ class FloatScales:
     stored: StoredWeight
     values: int
     not_finite: int = 0
-    silenced: int = 0  # blocks with other codes than zero and a scale of zero
+    zero_scale_blocks: int = 0  # blocks with other codes than zero and a scale of zero
     negative: int = 0
     above: int = 0  # powers of two that make weights infinite in bfloat16
     unrounded: int = 0  # other numbers than powers of two

@@ -10,7 +10,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from ckptkit.verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
-from ckptkit.verify.evidence.side.texts import first_apart, strings_in
+from ckptkit.verify.evidence.side.texts import first_difference, strings_in
 from ckptkit.verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
 from ckptkit.verify.evidence.side_files import (
     GENERATION,
@@ -18,7 +18,7 @@ from ckptkit.verify.evidence.side_files import (
     TOKENIZER_CONFIG,
     SideDifference,
     SideFiles,
-    of_keys,
+    setting_differences,
 )
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
@@ -111,7 +111,7 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             yield from _unread_template(here, there, name)
             continue
         odd, shown = (odd, shown) if not any(shown) else ([odd[shown.index(max(shown))]], [max(shown)])
-        at = first_apart(odd[-1], other)
+        at = first_difference(odd[-1], other)
         apart = f"from character {at} on {shortened(odd[-1][at : at + 24])} instead of {shortened(other[at : at + 24])}"
         words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {apart}"
         words += f"; {shown[-1]} {place}" if shown else ""
@@ -122,7 +122,7 @@ def _rendered(texts: Sequence[str], found: RenderedTemplates) -> str:
     """The first conversation that is rendered otherwise than by the first template, in words."""
     for name, text, other in zip(found.names, texts, found.texts[0], strict=True):
         if text != other and not (is_refusal(text) and is_refusal(other)):
-            start = max(0, first_apart(text, other) - 12)
+            start = max(0, first_difference(text, other) - 12)
             shown = [shortened(one[start : start + 48]) for one in (text, other)]
             return f"{name} is rendered as {shown[0]} but {shown[1]}"
     return ""
@@ -153,8 +153,8 @@ def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideD
     pairs = {key: (mine.get(key), its.get(key)) for key in odd}
     gone = "" if mine else "the file is missing: "
     wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
-    yield from of_keys(GENERATION, wrong, place, "error", gone)
-    yield from of_keys(GENERATION, {key: pairs[key] for key in harmless}, place, "warning", gone)
+    yield from setting_differences(GENERATION, wrong, place, "error", gone)
+    yield from setting_differences(GENERATION, {key: pairs[key] for key in harmless}, place, "warning", gone)
 
 
 def _generates(side: SideFiles, key: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
+from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, setting_differences
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from ckptkit.verify.witnesses.runner import ask
 
@@ -158,8 +158,8 @@ def _describe(
         known = {one.key for one in built.settings if one.is_known}
     odd = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     error = {key for key in odd if key in known or (key in values and key in others)}
-    yield from of_keys(file, {key: pair for key, pair in odd.items() if key in error}, place, "error")
-    yield from of_keys(file, {key: pair for key, pair in odd.items() if key not in error}, place, "warning")
+    yield from setting_differences(file, {key: pair for key, pair in odd.items() if key in error}, place, "error")
+    yield from setting_differences(file, {key: pair for key, pair in odd.items() if key not in error}, place, "warning")
 
 
 @dataclass(frozen=True)

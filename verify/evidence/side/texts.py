@@ -188,11 +188,11 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
         ids = f"{token!r} is {here.vocabulary.get(token, 'missing')} but {there.vocabulary.get(token, 'missing')}"
     models = [side.parts.get("model", {}) for side in (here, there)]
     mine, its = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
-    ids = ids or first_other(mine, its, "model")  # which a text may need to meet in a row
+    ids = ids or describe_first_difference(mine, its, "model")  # which a text may need to meet in a row
     names = {**there.special, **here.special}
     special = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}
-    parts = first_other(here.parts, there.parts, "") if ids or text else ""
+    parts = describe_first_difference(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
     return TextAnswer(library, len(short) + len(texts), ids, text, special, "", parts, lengths)
 
@@ -232,7 +232,7 @@ def _all_texts(there: _Loaded) -> Iterator[str]:
     yield from (f"a{chr(number)}b" for number in numbers)
 
 
-def first_other(here: Any, there: Any, path: str) -> str:
+def describe_first_difference(here: Any, there: Any, path: str) -> str:
     """Where two JSON values first differ, in words: `pre_tokenizer.type is 'Whitespace' but 'Sequence'`."""
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         pairs = {f"{path}.{key}" if path else key: (here.get(key), there.get(key)) for key in {**here, **there}}
@@ -242,18 +242,18 @@ def first_other(here: Any, there: Any, path: str) -> str:
         mine, its = ("missing" if one is None else shortened(one) for one in _around(here, there))
         return f"{path} is {mine} but {its}"
     key = next((key for key, pair in pairs.items() if pair[0] != pair[1]), None)
-    return first_other(*pairs[key], key) if key is not None else ""
+    return describe_first_difference(*pairs[key], key) if key is not None else ""
 
 
 def _around(here: Any, there: Any) -> tuple[Any, Any]:
     """Two values, of long texts and lists what is around their first difference."""
     if type(here) is not type(there) or not isinstance(here, str | list):
         return here, there
-    start = max(0, first_apart(here, there) - 24)
+    start = max(0, first_difference(here, there) - 24)
     return here[start : start + 48], there[start : start + 48]
 
 
-def first_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Where two sequences first differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
@@ -261,7 +261,7 @@ def first_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _listed(ids: Sequence[int], other: Sequence[int]) -> str:
     """The ids of a text, of a long one those up to the first that differs."""
-    start = max(0, first_apart(ids, other) - 2) if len(ids) > _SHOWN else 0
+    start = max(0, first_difference(ids, other) - 2) if len(ids) > _SHOWN else 0
     part = list(ids[start : start + _SHOWN])
     return f"{'[… ' if start else '['}{', '.join(map(str, part))}{' …]' if start + _SHOWN < len(ids) else ']'}"
 

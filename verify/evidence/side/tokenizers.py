@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
+from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, describe_first_difference
 from ckptkit.verify.evidence.side_files import (
     ADDED_TOKENS,
     MERGES,
@@ -19,7 +19,7 @@ from ckptkit.verify.evidence.side_files import (
     VOCABULARY_LINES,
     SideDifference,
     SideFiles,
-    of_keys,
+    setting_differences,
     show,
 )
 
@@ -63,7 +63,7 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     seen = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
     if not answers and here.tokenizer and there.tokenizer:  # whatever is stored otherwise, where both have one
         mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
-        if words := first_other(mine, its, ""):
+        if words := describe_first_difference(mine, its, ""):
             words = f"{words} {place}; no text was tried: {reason}"
             seen = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (seen := seen or list(_stated(here, there, place)))
@@ -113,7 +113,7 @@ def _stated(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
         for path, pair in _pairs(mine, its, "")
         if path.partition(".")[0] not in (*_UNREAD, *names, "tokenizer_class") and not path.endswith(".normalized")
     }
-    yield from of_keys(TOKENIZER_CONFIG, odd, place, "error")
+    yield from setting_differences(TOKENIZER_CONFIG, odd, place, "error")
     for kind in SPECIAL:
         values = [
             {file: text for file in SETTINGS_FILES if (text := side.special_in(file, kind))} for side in (here, there)
@@ -141,7 +141,7 @@ def _settings(here: SideFiles, there: SideFiles) -> str:
     mine, its = (
         {key: one for key, one in side.tokenizer_config.items() if key not in _UNREAD} for side in (here, there)
     )
-    return first_other(mine, its, "")
+    return describe_first_difference(mine, its, "")
 
 
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
