@@ -1,4 +1,4 @@
-"""Compares every file next to the weights that loaders read, besides config.json and the files of a quantizer."""
+"""Compares the files next to the weights that loaders read, except config.json and the files of a quantizer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckptkit.verify.evidence.side_files import (
     setting_differences,
 )
 
-# Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
+# Other checks compare these files, which a conversion, a merge or a quantizer rewrites.
 _COMPARED_ELSEWHERE = frozenset(
     {"config.json", "adapter_config.json", "metadata.json", "model.safetensors.index.json"}
     | {"quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json"}
 )
 _CODE = "auto_map"
 _WITH_CODE = ("config.json", TOKENIZER_CONFIG, PROCESSOR_CONFIG, PREPROCESSOR, VIDEO)
-# What transformers takes for a key that generation_config.json lacks. Source: `GenerationConfig` of 4.57, and
-# `_get_default_generation_params` of 5.12. Of other keys absent means null, false or zero.
+# Defaults of keys that generation_config.json lacks; those of other keys are null, false or zero. Source:
+# transformers, `GenerationConfig` of 4.57, and `_get_default_generation_params` of 5.12.
 _DEFAULTS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -56,35 +56,34 @@ _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_has
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """How the files of `here` differ from those of `there`, named `place` ("in the source").
 
-    Raises CkptkitError for files that cannot be read, CannotCheck as `text_differences`, at the end.
+    Raises CkptkitError for unreadable files, and at the end CannotCheck as `text_differences`.
     """
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
     yield from processor_differences(here, there, place)
-    yield from _others(here, there, place)
+    yield from _remaining_files(here, there, place)
     yield from text_differences(here, there, place)
 
 
 def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """What puts texts together otherwise, or gives them other ids: chat templates and tokenizers.
+    """How chat templates and tokenizers differ.
 
-    Raises CkptkitError for files that cannot be read and, at the end, CannotCheck for what a library could not be
-    asked.
+    Raises CkptkitError for unreadable files, and at the end CannotCheck if a library was needed and did not answer.
     """
     unable: CannotCheck | None = None
     for differences in (template_differences, tokenizer_differences):
         try:
             yield from differences(here, there, place)
-        except CannotCheck as why:
-            unable = unable or why
+        except CannotCheck as reason:
+            unable = unable or reason
     if unable is not None:
         raise unable
 
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Chat templates by name and what they make of conversations, wherever they are.
+    """Compares chat templates by name and by the conversations that they render, in any file.
 
-    A second text under a name is a difference too. Where transformers is not installed, another text is one.
+    A second text under a name is a difference, as is any other text if transformers is not installed.
     """
     names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
     for name in names:
@@ -102,12 +101,12 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
         odd = [text for text in mine if text not in its] or list(mine)
         words = f"{what} has {len(odd[-1])} characters"
         if (other := there.templates.get(name, next(iter(its), None))) is None:
-            yield SideDifference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
+            yield SideDifference(mine[odd[-1]], what, f"{words} but is missing {place}", is_presentation=True)
             continue
         tokens = {f"{kind}_token": token for kind in SPECIAL if (token := there.special(kind)) is not None}
-        found = render_templates([other, *odd], tokens)
-        shown = [_rendered(texts, found) for texts in found.texts[1:]] if found else []
-        if found and not any(shown):
+        rendered = render_templates([other, *odd], tokens)
+        shown = [_describe_rendered(texts, rendered) for texts in rendered.texts[1:]] if rendered else []
+        if rendered and not any(shown):
             yield from _unread_template(here, there, name)
             continue
         odd, shown = (odd, shown) if not any(shown) else ([odd[shown.index(max(shown))]], [max(shown)])
@@ -118,9 +117,9 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
         yield SideDifference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
 
 
-def _rendered(texts: Sequence[str], found: RenderedTemplates) -> str:
-    """The first conversation that is rendered otherwise than by the first template, in words."""
-    for name, text, other in zip(found.names, texts, found.texts[0], strict=True):
+def _describe_rendered(texts: Sequence[str], rendered: RenderedTemplates) -> str:
+    """Describes the first conversation that differs from that of the first template."""
+    for name, text, other in zip(rendered.names, texts, rendered.texts[0], strict=True):
         if text != other and not (is_refusal(text) and is_refusal(other)):
             start = max(0, first_difference(text, other) - 12)
             shown = [shortened(one[start : start + 48]) for one in (text, other)]
@@ -129,7 +128,7 @@ def _rendered(texts: Sequence[str], found: RenderedTemplates) -> str:
 
 
 def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[SideDifference]:
-    """A template that was moved to where the tokenizer or the processor does not look."""
+    """A template in a file that the tokenizer or the processor does not read."""
     mine, its = ({file for file, other, _ in side.template_places if other == name} for side in (here, there))
     readers = {"tokenizers": {"chat_template.json", PROCESSOR_CONFIG}}
     if here.json(PROCESSOR_CONFIG) or here.json(PREPROCESSOR):
@@ -142,23 +141,22 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[S
 
 
 def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """generation_config.json: what is sampled, and where it ends. Ids that it lacks are those of config.json."""
+    """Settings of generation_config.json; token ids that it lacks are those of config.json."""
     mine, its = here.generation, there.generation
-    odd = [
-        key
-        for key in {**its, **mine}
-        if key not in _NOT_OF_GENERATION and _generates(here, key) != _generates(there, key)
-    ]
-    harmless = [key for key in odd if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key]
-    pairs = {key: (mine.get(key), its.get(key)) for key in odd}
-    gone = "" if mine else "the file is missing: "
+    keys = [key for key in {**its, **mine} if key not in _NOT_OF_GENERATION]
+    pairs = {key: (mine.get(key), its.get(key)) for key in keys if _value(here, key) != _value(there, key)}
+    harmless = {
+        key for key in pairs if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key
+    }
+    before = "" if mine else "the file is missing: "
     wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
-    yield from setting_differences(GENERATION, wrong, place, "error", gone)
-    yield from setting_differences(GENERATION, {key: pairs[key] for key in harmless}, place, "warning", gone)
+    yield from setting_differences(GENERATION, wrong, place, "error", before)
+    rest = {key: pair for key, pair in pairs.items() if key in harmless}
+    yield from setting_differences(GENERATION, rest, place, "warning", before)
 
 
-def _generates(side: SideFiles, key: str) -> Any:
-    """The value of a key as generation has it; of token ids, the set of them."""
+def _value(side: SideFiles, key: str) -> Any:
+    """The effective value of a generation setting; token ids as a sorted list."""
     value = side.generation.get(key)
     if key.endswith("_token_id"):
         text = side.config.get("text_config")
@@ -169,18 +167,18 @@ def _generates(side: SideFiles, key: str) -> Any:
 
 
 def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Python files at any depth, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
+    """Compares Python files at any depth, and the entries of `auto_map`, the code that `trust_remote_code` runs.
 
-    Code that `here` lacks is a difference only where its own `auto_map` names code.
+    Code that `here` lacks is a difference only if its own `auto_map` names code.
     """
-    mapped, others = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
+    is_mapped, known = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
     for file in _WITH_CODE:
         entries = _named_code(here.json(file))
-        mapped = mapped or bool(entries)
-        if odd := [one for one in entries if one not in others]:
+        is_mapped = is_mapped or bool(entries)
+        if odd := [one for one in entries if one not in known]:
             words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
             yield SideDifference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
-        elif away := [one for one in entries if one.startswith("/")]:  # transformers reads it, wherever it is
+        elif away := [one for one in entries if one.startswith("/")]:  # transformers reads any path
             words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and not compared"
             yield SideDifference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
     mine, its = ({name for name in side.loaded if name.endswith(".py")} for side in (here, there))
@@ -189,22 +187,22 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
             words = f"there is no such file {place}, and trust_remote_code runs it"
             yield SideDifference(name, "no Python file of this name", words)
         elif name not in mine:
-            if mapped:
+            if is_mapped:
                 yield SideDifference(name, "Python file", "missing, and auto_map names code")
         elif here.content(name) != there.content(name):
             yield SideDifference(name, "Python file", f"its content is not that of the file {place}")
 
 
 def _named_code(content: Any) -> list[str]:
-    """Every text in an `auto_map` of a JSON file, which a part of it, as an image processor, may have too."""
+    """Every text in an `auto_map` of a JSON file or of a part of it, such as an image processor."""
     if isinstance(content, list):
         return [text for one in content for text in _named_code(one)]
     items = content.items() if isinstance(content, Mapping) else ()
     return [text for key, value in items for text in (strings_in(value) if key == _CODE else _named_code(value))]
 
 
-def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Other files that loaders read, by their content. One that is lost is a warning."""
+def _remaining_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
+    """Compares the content of other files that loaders read. A missing one is a warning."""
     done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, PREPROCESSOR, VIDEO, PROCESSOR_CONFIG}
     done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
     mine, its = ({name for name in side.loaded if not name.endswith(".py")} - done for side in (here, there))
