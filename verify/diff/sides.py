@@ -18,12 +18,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.verify.checks.config.config import (
-    config_differences,
-    describe_model,
-    is_another_model,
-    plain_differences,
-)
+from ckptkit.verify.checks.config.config import config_differences, describe_model, is_another_model, plain_differences
 from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.folding import by_key
@@ -116,10 +111,7 @@ _LISTED = 5  # settings of a config
 def compare_files(
     a: Mapping[str, Any], b: Mapping[str, Any], place_a: Location, place_b: Location
 ) -> tuple[list[str], list[str]]:
-    """The differences of configs and other files that loaders read, a line each, and notes on files without comparison.
-
-    Without other files on a side only configs are compared. Raises CkptkitError for an unreadable file.
-    """
+    """The differences of configs and other files that loaders read, a line each, and notes. Raises CkptkitError."""
     lines, notes = _configs(a, b) if a and b else ([], [])
     sides = [SideFiles.of(place) for place in (place_a, place_b)]
     bare = [name for name, side in zip("AB", sides, strict=True) if not side.loaded - {"config.json"}]

@@ -40,10 +40,7 @@ def agreement(
     engine: str = "sglang",
     updated: bool | None = False,
 ) -> Agreement:
-    """Compares the packed modules among `specs` with the expectations of the readers of `ignore`.
-
-    `asked`, `engine` and `updated` as in `severities`. Raises CkptkitError as `groups_of` and `class_tree`.
-    """
+    """Compares packed modules with the expectations of readers; arguments as in `severities`. Raises CkptkitError."""
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     # Linear layers without a tensor of that name, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})

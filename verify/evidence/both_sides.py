@@ -47,8 +47,7 @@ class BothSides:
     def read(self, names: Sequence[str], unreadable: dict[str, str] | None = None) -> Iterator[TensorPair]:
         """Yields a pair for each of these names, which are read together.
 
-        An unreadable tensor of `a` goes into `unreadable` with the reason. Raises CkptkitError if that is None, and for
-        an unreadable tensor of `b`.
+        Unreadable tensors of `a` go into `unreadable` with the reason; else raises CkptkitError.
         """
         try:
             readers = self._readers.pop()
@@ -68,10 +67,7 @@ class BothSides:
         return [side for side in (self.a, self.b) if side is not None and name in side.specs]
 
     def _extents(self, name: str) -> list[Sequence[Extent]] | None:
-        """The extents on each side of a tensor large enough to be compared in pieces, else None.
-
-        None also if they cannot be read: reading the tensor at once raises the error.
-        """
+        """The extents of a tensor to compare in pieces, or None for a small or an unreadable one."""
         sides = self._sides(name)
         spec = sides[0].specs[name]
         is_large = spec.nbytes > ARENA and len(spec.shape) > 1 and spec.nbytes // spec.shape[0] <= BUFFER
@@ -85,7 +81,7 @@ class BothSides:
         return extents if len(extents) == len(sides) else None
 
     def _streamed(self, name: str, readers: Sequence[FileReader]) -> TensorPair | None:
-        """The pair of a large tensor that only one side has or that is equal on both, else None, as `_extents`."""
+        """The pair of a large tensor if only one side has it or both are equal, else None, as `_extents`."""
         if (extents := self._extents(name)) is None:
             return None
         try:
@@ -170,13 +166,10 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
 
 @contextmanager
 def threads(largest: int, spare: int = 0) -> Iterator[Executor]:
-    """A pool of `spare` threads more than cores, fewer if memory is short, with one torch thread each.
-
-    `largest`: bytes of the largest group of tensors on one side.
-    """
+    """A pool of threads, as many as cores + `spare` and as memory permits for groups of `largest` bytes a side."""
     import torch
 
-    before = torch.get_num_threads()
+    before = torch.get_num_threads()  # each thread uses one
     try:
         # Each thread holds both sides and its results.
         workers = max(1, min(cores() + spare, _MEMORY // (3 * largest or 1)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PIECE = 1 << 16  # elements whose float64 copies fit into a core's cache
+_PIECE = 1 << 16  # elements: their float64 copies fit into a core's cache
 _RUNS = 6  # runs of rows above which only the first is listed
 _SHORT = 32  # elements of a row
 _NEXT_TO_ZERO = 0.1  # of the median length of a row
@@ -108,7 +108,7 @@ def compare(name: str, tensor: Tensor, source: Tensor, dtype: torch.dtype | None
         shift=_shift(tensor, source),
         unlike=len(unlike),
         unlike_rows=_part_of(unlike, tensor),
-        distinct=(_distinct(source), _distinct(tensor)) if counted else (0, 0),
+        distinct=(_count_distinct(source), _count_distinct(tensor)) if counted else (0, 0),
     )
 
 
@@ -155,5 +155,5 @@ def _shift(tensor: Tensor, source: Tensor) -> int:
     return next((by for by in (1, -1) if bool(((source.float() + by).to(tensor.dtype) == tensor).all())), 0)
 
 
-def _distinct(tensor: Tensor) -> int:
+def _count_distinct(tensor: Tensor) -> int:
     return len(set(tensor.reshape(-1).tolist()))

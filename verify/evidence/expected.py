@@ -19,17 +19,10 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
+from ckptkit.quant.formats import part_names
 from ckptkit.quant.formats.dequantize import floats_of
 from ckptkit.quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
 from ckptkit.quant.formats.groups import Group, group_of, groups_of
-from ckptkit.quant.formats.part_names import (
-    PACKED,
-    WEIGHT_G_IDX,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-)
 from ckptkit.quant.formats.release import Floats
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject, once
@@ -89,13 +82,11 @@ def _names(subject: Subject) -> Collection[str]:
 
 @once
 def is_of_no_family(subject: Subject) -> bool:
-    """Whether config.json is of a model outside ckptkit's families.
-
-    An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
-    """
+    """Whether config.json is of a model outside ckptkit's families."""
     try:
         named_family_of(subject.hf_files.config)
     except UnsupportedError as error:
+        # An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
         return not isinstance(error, UnknownModelError) or has_own_class(subject.hf_files.config)
     except CkptkitError:
         pass
@@ -110,10 +101,9 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 
 @once
 def raw_config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config as stored, checked to be of a supported family.
+    """The stored HF config of a supported family.
 
-    Raises NotApplicable for a model of no family (CK541 checks it), CannotCheck if a Megatron checkpoint has no config,
-    and CkptkitError if it is broken or unsupported.
+    Raises NotApplicable for other models (CK541 checks them), CannotCheck without a config, and CkptkitError.
     """
     if subject.is_hf:
         config = subject.hf_files.config
@@ -140,10 +130,7 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
 
 @once
 def expected_of(subject: Subject) -> Expected | None:
-    """The tensors that the checkpoint must contain, or None without a usable config.
-
-    They are named as its tensors are: fused or per expert, packed or not.
-    """
+    """The tensors that the checkpoint must contain, in its layout (fused, packed), or None without a usable config."""
     if (config := config_or_none(subject)) is None:
         return None
     unread = subject.unread_names
@@ -228,9 +215,9 @@ def weights_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) 
 
 def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
     """The parts of a weight packed by these `weights` of a group (compressed-tensors `pack_quantized/base.py`)."""
-    zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
-    order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
-    return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
+    zero_point = (part_names.WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
+    order = (part_names.WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
+    return (part_names.WEIGHT_PACKED, part_names.WEIGHT_SCALE, part_names.WEIGHT_SHAPE, *zero_point, *order)
 
 
 def _packed(
@@ -255,7 +242,7 @@ def _packed(
             result |= found | dict.fromkeys(siblings.get(module, ()))
         elif any(one != name for one in siblings.get(module, ())):
             result |= dict.fromkeys(siblings[module])
-        elif module + PACKED in names:
+        elif module + part_names.PACKED in names:
             result |= {f"{module}.{part}": None for part in packed_parts(weights_in(config, groups, module))}
         else:
             result[name] = shape

@@ -95,10 +95,9 @@ def stages_of(subject: Subject) -> Stages:
 
 
 def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str = "") -> Iterator[Moved]:
-    """Yields one `Moved` for each mistake: complete layers first, then experts and projections, then single tensors.
+    """Yields one `Moved` for each mistake: complete layers, then experts and projections, then single tensors.
 
-    `origins` maps each tensor with wrong values to the origin of these values, or None if unknown; `where` follows the
-    name of an origin.
+    `origins`: the tensor with the values of each wrong one, or None if unknown. `where` follows names of origins.
     """
     known = {name: origin for name, origin in origins.items() if origin is not None}
     for layers in moved_layers(origins, stages):
@@ -122,11 +121,7 @@ def group_pairs(pairs: Mapping[str, str]) -> Iterable[list[str]]:
 
 
 def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:
-    """Yields one `Moved` for each mistake that moved layers.
-
-    A layer has moved if several of its tensors are wrong and all of them have the values of the same tensors of one
-    other layer.
-    """
+    """Yields one `Moved` for each mistake that moved layers: several wrong tensors, all with values of one layer."""
     wrong: dict[int, list[str]] = defaultdict(list)
     sources: dict[int, set[int | None]] = defaultdict(set)
     for name, other in origins.items():
@@ -209,10 +204,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def explain_repeats(equal: Iterable[Sequence[str]], stages: Stages) -> list[Moved]:
-    """Explains groups of tensors of one pattern with the same bytes: layers first, then experts of a layer.
-
-    Groups with the same distances between layers, or experts, are merged; those that differ in more are not.
-    """
+    """Explains groups of tensors with the same bytes, merged if distances of layers or experts agree; layers first."""
     merged: dict[tuple[str, tuple[int, ...]], tuple[set[int], list[str]]] = {}  # by kind and gaps: first numbers, names
     single: list[Moved] = []
     for names in equal:

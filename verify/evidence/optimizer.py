@@ -221,10 +221,7 @@ def _count_unequal(master: Tensor, part: Part, digest: bytes | None) -> int:
 
 
 def count_without_master(values: OptimizerValues, dtype: str) -> int:
-    """Counts the weights of this dtype without a master weight in a bucket.
-
-    0 if no more are missing than there are fewer masters than weights: the run does not train those.
-    """
+    """Counts the weights of this dtype without a master weight in a bucket, or 0 if they may be untrained weights."""
     weights = values.weights[dtype]
     fewer = max(0, int(weights.sum() - values.masters[dtype][0].sum()))
     missing = min(int((weights - masters).clamp(min=0).sum()) for masters in values.masters[dtype])

@@ -8,17 +8,8 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.quant.formats import part_names
 from ckptkit.quant.formats.groups import Group
-from ckptkit.quant.formats.part_names import (
-    SCALE,
-    SHAPE,
-    WEIGHT_G_IDX,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-    packed_in,
-)
 from ckptkit.quant.formats.scheme import EXPERTS_ZERO_POINTS
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.both_sides import threads
@@ -94,15 +85,19 @@ class Scale:
 def read_scales(subject: Subject) -> list[Scale]:
     """Every scale of the checkpoint with its weight_shape, in order. Raises CkptkitError."""
     checkpoint = subject.checkpoint
-    largest = max((spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(SCALE)), default=0)
+    largest = max(
+        (spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(part_names.SCALE)), default=0
+    )
     # torch's own threads would wait for one another at every small step, on a busy machine for minutes.
     with threads(largest) as pool:
-        return list(pool.map(partial(_scale, checkpoint), packed_in(checkpoint.specs)))
+        return list(pool.map(partial(_scale, checkpoint), part_names.packed_in(checkpoint.specs)))
 
 
 def _scale(checkpoint: Checkpoint, module: str) -> Scale:
-    tensors = checkpoint.read([name for name in (module + SCALE, module + SHAPE) if name in checkpoint.specs])
-    scale, sizes = tensors.get(module + SCALE), tensors.get(module + SHAPE)
+    tensors = checkpoint.read(
+        [name for name in (module + part_names.SCALE, module + part_names.SHAPE) if name in checkpoint.specs]
+    )
+    scale, sizes = tensors.get(module + part_names.SCALE), tensors.get(module + part_names.SHAPE)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     shape = None if sizes is None else tuple(map(int, sizes.flatten().tolist()))
     if scale is None:
@@ -124,9 +119,12 @@ def part_shapes(
     groups = form.groups(columns)
     is_transposed = form.sglang_experts and ".experts." in module
     return {
-        WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
-        WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
-        WEIGHT_SHAPE: ((2,), ("int64", "int32")),
-        WEIGHT_ZERO_POINT: ((groups, form.words(rows)) if is_transposed else (form.words(rows), groups), ("int32",)),
-        WEIGHT_G_IDX: ((columns,), ("int32",)),
+        part_names.WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
+        part_names.WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
+        part_names.WEIGHT_SHAPE: ((2,), ("int64", "int32")),
+        part_names.WEIGHT_ZERO_POINT: (
+            (groups, form.words(rows)) if is_transposed else (form.words(rows), groups),
+            ("int32",),
+        ),
+        part_names.WEIGHT_G_IDX: ((columns,), ("int32",)),
     }

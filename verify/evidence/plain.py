@@ -25,10 +25,7 @@ from ckptkit.storage.directory import Directory
 
 
 def open_plain(location: Location, hf: str | Path | Directory | None = None) -> Checkpoint:
-    """Opens a checkpoint under its names on disk, HF as `plain`. Raises CkptkitError.
-
-    `hf`: the config of a Megatron checkpoint without one, or the base of deltas.
-    """
+    """Opens a checkpoint under its names on disk; `hf` is the config, or the base of deltas. Raises CkptkitError."""
     if location.is_megatron:
         return open_megatron(location, hf)
     return plain(location.path if location.is_deltas else location.directory, hf)
@@ -79,17 +76,14 @@ def as_release(
 
 
 def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
-    """Dequantizes the weights of a source that a quantized checkpoint stores differently; others are compared bitwise.
-
-    A source in an unsupported format is not changed. Raises CkptkitError as `plain`.
-    """
+    """A source with those weights dequantized that a quantized checkpoint stores differently. Raises CkptkitError."""
     if not (isinstance(source, HfCheckpoint) and is_quantized(source.config) and is_quantized(checkpoint.config)):
         return source
     from ckptkit.quant.formats.dequantize import format_of, same_format, sound_steps
 
     try:
         is_same_format = same_format(format_of(source.config), format_of(checkpoint.config))
-    except CkptkitError:
+    except CkptkitError:  # an unsupported format
         return source
     if is_same_format and source.specs == checkpoint.specs:
         return source

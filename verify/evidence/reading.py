@@ -64,10 +64,9 @@ class Values:
 
 
 def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint under HF names, with one tensor an expert and the tensors outside the language model.
+    """The checkpoint under HF names, with one tensor an expert, and with the repetitions of `release`.
 
-    Tensors that `release`, the names to compare with, repeats are repeated. Raises CkptkitError if the config does not
-    fit.
+    Raises CkptkitError if the config does not fit.
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return as_release(checkpoint, locate(where).root, release, fused=False)
@@ -141,8 +140,6 @@ def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
 
 
 class _Hashed(HfCheckpoint):
-    """Hashes the files of an HF directory as its tensors are read."""
-
     def __init__(self, files: HfFiles, hashes: Mapping[str, FileHash]) -> None:
         super().__init__(files.root, files.shards)
         self._hashes = hashes
@@ -162,10 +159,8 @@ class _Hashed(HfCheckpoint):
 
 
 def alternating(homes: Sequence[object], width: int) -> list[int]:
-    """Orders the indices of `homes` so that `width` homes alternate, each from its first index to its last.
-
-    A file is hashed from its beginning to its end, by one thread at a time.
-    """
+    """Orders the indices of `homes` so that `width` homes alternate, each from its first index to its last."""
+    # A file is hashed from its beginning to its end, by one thread at a time.
     queues: dict[object, deque[int]] = {}
     for number, home in enumerate(homes):
         queues.setdefault(home, deque()).append(number)

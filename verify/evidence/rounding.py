@@ -81,10 +81,7 @@ class Rounding:
 
 @once
 def rounding_of(subject: Subject) -> dict[str, Rounding]:
-    """The error of every packed weight with valid parts and a plain source, by the HF name of the plain weight.
-
-    Raises CkptkitError if the checkpoint or its source cannot be read.
-    """
+    """The error of every packed weight with valid parts and a plain source, by HF name. Raises CkptkitError."""
     config, checkpoint = config_of(subject), subject.checkpoint
     if int4_format_of(config) is None or subject.source is None:
         return {}
@@ -263,10 +260,7 @@ def _zero_points(parts: Mapping[str, Tensor], module: str, form: Int4Format, row
 
 
 def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
-    """Unpacks int32 words along the rows to int8 [rows, columns] of `shape`.
-
-    Of 4 bits a word has eight codes, each plus 8, the lowest first. Source: compressed-tensors `pack_to_int32`.
-    """
+    """Unpacks int32 words along the rows to int8 [rows, columns] of `shape`."""
     import torch
 
     if bits != 4:
@@ -275,6 +269,7 @@ def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
 
         codes: Tensor = unpack_from_int32(words, bits, torch.Size(shape))
         return codes
+    # A word has eight codes, each plus 8, the lowest first. Source: compressed-tensors `pack_to_int32`.
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : shape[1]].view(torch.int8) - 8
 

@@ -58,10 +58,7 @@ class Samples:
 
 
 def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samples:
-    """Compares samples of the tensors of both sides, after a cast to the narrower dtype.
-
-    Raises CkptkitError if a file is damaged, and OSError if it cannot be read.
-    """
+    """Compares samples after a cast to the narrower dtype. Raises CkptkitError for a damaged file, and OSError."""
     samples = Samples()
     usable: dict[str, SamplePair] = {}
     for pair in pairs:
@@ -80,10 +77,7 @@ def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samp
 
 
 def chosen(names: Iterable[str]) -> list[str]:
-    """At most MAX_TENSORS of these names: some outside the layers, then of each layer another kind of tensor.
-
-    The first and the last layer are included, and every layer if there are not more.
-    """
+    """At most MAX_TENSORS names: some outside layers, then another kind of each layer, with the first and the last."""
     outside: list[str] = []
     layers: dict[int, list[list[str]]] = {}
     for group in group_by_pattern(names):

@@ -89,10 +89,7 @@ class _Cell:
 def measured_values(
     values: Values, rounded: Collection[str] = (), *, is_trained: bool = False
 ) -> Iterator[tuple[str, Measured]]:
-    """Yields the outcome of the pass over all bytes (CK2xx) for each tensor: unreadable, not finite, or its difference.
-
-    `rounded`: weights with differences that CK305 judges. `is_trained`: values may differ.
-    """
+    """Yields the outcome of CK2xx for each tensor. CK305 judges `rounded` weights; trained values may differ."""
     for name in values.unreadable:
         yield name, Measured(failed=True)
     for name, stats in values.stats.items():

@@ -49,10 +49,7 @@ class Cause:
 
 
 def html(report: Report) -> str:
-    """The page: the cause, the stages, the map of layers, findings, facts, checks.
-
-    Its content security policy permits only its own script and style.
-    """
+    """The page. Its content security policy permits only its own script and style."""
     from jinja2 import Environment, StrictUndefined  # only this format needs it
 
     environment = Environment(

@@ -26,13 +26,7 @@ from ckptkit.verify.reports.text import (
     totals,
 )
 
-_COLOR = {
-    "PASSED": "green",
-    "FAILED": "red",
-    "INCONCLUSIVE": "yellow",
-    "error": "red",
-    "warning": "yellow",
-}
+_COLOR = {"PASSED": "green", "FAILED": "red", "INCONCLUSIVE": "yellow", "error": "red", "warning": "yellow"}
 # Facts that are printed only with all details.
 _BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
 
@@ -46,10 +40,7 @@ class _Output(Console):
 
 
 def render(report: Report, console: Console | None = None, *, every: bool = False) -> None:
-    """Prints the cause, findings, facts, the checks in a line, and the verdict, to stdout or a console.
-
-    `every` adds the table of checks, all details and all facts. Raises OSError if the pipe is closed.
-    """
+    """Prints the report, with the table of checks, all details and all facts if `every`. Raises OSError."""
     width = console.width if console else columns()
     console = console or _Output(highlight=False)
     for head, tail in report_lines(report, width, every):

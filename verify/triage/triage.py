@@ -72,10 +72,7 @@ class Triage:
 
 
 def triage(logs: Sequence[str | Path]) -> Triage:
-    """Finds known symptoms in logs of trainers and engines; `-` is standard input. Memory is bounded.
-
-    Raises CkptkitError if a log cannot be read, is empty, or is not text.
-    """
+    """Finds known symptoms in logs (`-` is standard input). Raises CkptkitError for an unreadable or empty log."""
     if not logs:
         raise CkptkitError("no log was given", "give the log of the trainer, or `-` for standard input")
     found = Found()

@@ -91,10 +91,7 @@ class WeightSyncCheck:
         self.use(engines)
 
     def use(self, engines: str | Rpc | Iterable[str | Rpc]) -> None:
-        """Replaces the engines, for instance after some were restarted, and keeps what was learned.
-
-        Asks engines without an address for their setup now, since workers may be busy during an update.
-        """
+        """Replaces the engines, for instance after some were restarted, and keeps the history."""
         listed = [engines] if isinstance(engines, str) or callable(engines) else list(engines)
         if not listed:
             raise CkptkitError("there is no engine to check", "name the address of each engine")
@@ -103,14 +100,14 @@ class WeightSyncCheck:
         count = sum(not isinstance(one, str) for one in listed)
         if count and self._program == "sglang":
             raise CkptkitError(f"{count} engines of SGLang are no address", "give addresses")
-        if count:
+        if count:  # during an update their workers may be busy
             self._learn_setups()
 
     def _engine(self, engine: str | Rpc, name: str) -> Engine:
         if not isinstance(engine, str):
             return VllmEngine(name, None, engine)
         server = JsonServer(engine.rstrip("/"), self._headers, self._timeout)
-        return VllmEngine(server.url, server) if self._program == "vllm" else SglangEngine(server)
+        return VllmEngine(server.url, server) if self._program == "vllm" else SglangEngine(server.url, server)
 
     @property
     def due(self) -> bool:
@@ -118,10 +115,7 @@ class WeightSyncCheck:
         return self._updates % self._every == 0
 
     def record(self, name: str, tensor: Tensor) -> None:
-        """Records a full, unsharded tensor that is sent under this HF name, if the update is checked.
-
-        Waits for the tensor's device.
-        """
+        """Records a full tensor that is sent under this HF name, if the update is checked. Waits for its device."""
         if not self.due or not self._pattern.search(name):
             return
         with self._timed():
@@ -156,9 +150,9 @@ class WeightSyncCheck:
         return result
 
     def after_resume(self) -> int:
-        """Compares every engine with its last check, after memory was released and resumed without an update.
+        """Compares every engine with its last check after a resume, and returns the number of parameters.
 
-        Returns the number of compared parameters. Raises CkptkitError naming changed ones, or without an earlier check.
+        Raises CkptkitError naming changed ones, or without an earlier check.
         """
         if not self._history.held:
             raise CkptkitError("no earlier check of these engines is known", "call after_update first")
@@ -188,7 +182,6 @@ class WeightSyncCheck:
         return self._ask(lambda engine: engine.state(self._setups[engine.name]))
 
     def _ask(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
-        """The answer of each engine, by name."""
         with ThreadPoolExecutor(len(self._engines)) as pool:
             answers = list(pool.map(question, self._engines))
         return dict(zip([one.name for one in self._engines], answers, strict=True))

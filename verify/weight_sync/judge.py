@@ -73,12 +73,10 @@ class SyncVerdict:
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """One rank's checksums, by canonical names."""
-
     url: str
     seat: Seat
     setup: Setup
-    checksums: Checksums
+    checksums: Checksums  # by canonical name
 
     def key(self, sent: Sent, param: str) -> tuple[Layout, Seat, str]:
         return self.setup.layout, self.seat, param if self.setup.quantizes else sent.kind(param)

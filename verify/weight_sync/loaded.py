@@ -68,10 +68,7 @@ class DiffersError(CkptkitError):
 
 
 def locate_loaded(args: Namespace, prefix: str) -> Location:
-    """The checkpoint of the model, by `--load`, `--ref-load` or `--opd-teacher-load`.
-
-    Raises CkptkitError if the options name none, and as `locate`.
-    """
+    """The checkpoint of `--load`, `--ref-load` or `--opd-teacher-load`. Raises CkptkitError without any."""
     option = _SOURCES.get(prefix)
     path = getattr(args, option, None) if option else None
     if option == "load" and not path:

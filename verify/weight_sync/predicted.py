@@ -57,10 +57,7 @@ def canonical(name: str) -> str:
 
 
 def target_parts(name: str) -> list[Part]:
-    """The parts that an HF tensor may be: of a fused parameter, or the parameter of its own name.
-
-    An engine may keep a shared expert as one more routed expert.
-    """
+    """The parts that an HF tensor may be; an engine may keep a shared expert as one more routed expert."""
     name = canonical(name)
     if expert := _EXPERT.fullmatch(name):
         block, number, which, leaf = expert.groups()
@@ -135,17 +132,17 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
                 found += [
                     ParamCut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts
                 ]
-    return [cut for cut in found if _divides(cut, parts)]
+
+    def divides(cut: ParamCut) -> bool:
+        sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())
+        rows = _VOCABULARY_ROWS if cut.padded else 1
+        return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
+
+    return list(filter(divides, found))
 
 
 def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _divides(cut: ParamCut, parts: Mapping[Order, Tensor]) -> bool:
-    sizes = [(cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items()]
-    rows = _VOCABULARY_ROWS if cut.padded else 1
-    return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
 
 
 def routed_of(parts: Collection[Order]) -> list[Order]:

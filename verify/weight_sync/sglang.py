@@ -28,12 +28,8 @@ _LAYOUT = (
 class SglangEngine:
     """One engine, not a router."""
 
+    name: str
     server: JsonServer
-
-    @property
-    def name(self) -> str:
-        """Its address."""
-        return self.server.url
 
     def setup(self) -> Setup:
         """Its settings (`/server_info`)."""

@@ -53,10 +53,7 @@ _PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF5
 
 
 def device_digest(tensor: Tensor) -> str:
-    """64 bits of the bytes in row-major order, computed by a GPU if there is one; a CPU gives the same.
-
-    The sum modulo 2^64 of all words of 8 bytes, each mixed with its index as in splitmix64.
-    """
+    """64 bits: the sum of all words of 8 bytes in row-major order, each mixed with its index as in splitmix64."""
     return checksums_of([device_sum(tensor)])[0]
 
 

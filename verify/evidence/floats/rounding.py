@@ -234,13 +234,10 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
 
 
 def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int, str]:
-    """Counts elements that are not exactly the source's, and zeros among them, and describes the first.
-
-    Scales other than powers of two count as no change.
-    """
+    """Counts elements that are not exactly the source's, and zeros among them, and describes the first."""
     import torch
 
-    mantissa, _ = torch.frexp(scales)
+    mantissa, _ = torch.frexp(scales)  # other scales than powers of two round every element
     stored, expected = codes * scales, original.float()
     unequal = stored != expected
     if not bool((mantissa == 0.5).all()) or not bool(unequal.any()):

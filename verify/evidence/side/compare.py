@@ -54,10 +54,7 @@ _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_has
 
 
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """How the files of `here` differ from those of `there`, named `place` ("in the source").
-
-    Raises CkptkitError for unreadable files, and at the end CannotCheck as `text_differences`.
-    """
+    """Compares all files with those of `there`, named `place` ("in the source"). Raises as `text_differences`."""
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
     yield from processor_differences(here, there, place)
@@ -66,10 +63,7 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 
 
 def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """How chat templates and tokenizers differ.
-
-    Raises CkptkitError for unreadable files, and at the end CannotCheck if a library was needed and did not answer.
-    """
+    """Compares chat templates and tokenizers. Raises CkptkitError, and at the end CannotCheck without a library."""
     unable: CannotCheck | None = None
     for differences in (template_differences, tokenizer_differences):
         try:
@@ -81,10 +75,7 @@ def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Compares chat templates by name and by the conversations that they render, in any file.
-
-    A second text under a name is a difference, as is any other text if transformers is not installed.
-    """
+    """Compares chat templates of any file by name and by the conversations that they render with transformers."""
     names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
     for name in names:
         mine, its = (
@@ -167,10 +158,7 @@ def _value(side: SideFiles, key: str) -> Any:
 
 
 def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Compares Python files at any depth, and the entries of `auto_map`, the code that `trust_remote_code` runs.
-
-    Code that `here` lacks is a difference only if its own `auto_map` names code.
-    """
+    """Compares Python files at any depth, and the entries of `auto_map`, the code that `trust_remote_code` runs."""
     is_mapped, known = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
     for file in _WITH_CODE:
         entries = _named_code(here.json(file))
@@ -187,7 +175,7 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
             words = f"there is no such file {place}, and trust_remote_code runs it"
             yield SideDifference(name, "no Python file of this name", words)
         elif name not in mine:
-            if is_mapped:
+            if is_mapped:  # otherwise nothing runs the code
                 yield SideDifference(name, "Python file", "missing, and auto_map names code")
         elif here.content(name) != there.content(name):
             yield SideDifference(name, "Python file", f"its content is not that of the file {place}")

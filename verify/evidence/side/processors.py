@@ -60,10 +60,7 @@ class _Settings:
 
 
 def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Compares settings of processors, with the defaults of transformers if keys differ.
-
-    If transformers does not know the class, a key that only one side has is a warning.
-    """
+    """Compares settings of processors, with the defaults of transformers if keys differ."""
     mine, its = _stored(here), _stored(there)
     pairs = {(one.part, one.file): (one, _counterpart(one, its)) for one in mine}
     compared = {(one.file, other.file, other.part) for one, other in pairs.values() if other is not None}

@@ -176,10 +176,7 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
 
 
 def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Compares vocabulary files other than tokenizer.json, which some loaders read instead of it.
-
-    A re-saved tokenizer may lack them, or gain one with the tokens and merges of its tokenizer.json.
-    """
+    """Compares vocabulary files that some loaders read instead of tokenizer.json; a re-saved tokenizer may differ."""
     for name in dict.fromkeys([*there.tokenizer_files, *here.tokenizer_files]):
         if name == TOKENIZER or name in SETTINGS_FILES:
             continue
