@@ -28,7 +28,6 @@ def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
 
 
 def _entries(found: Diff) -> Iterator[Entry]:
-    """The differences, then notes: casts and redundant tensors."""
     for kind, body in (
         ("files", list(found.files)),
         ("moved", [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]),

@@ -123,7 +123,6 @@ class BothSides:
 
 
 def _measured(spec: TensorSpec, streams: Sequence[Stream]) -> Extremes | None:
-    """The extremes of a tensor [rows, ...], measured in pieces, or None if a piece of the streams differs."""
     row = spec.nbytes // spec.shape[0]
     at_once = row * rows_at_once(row)
     piece = at_once * max(1, BUFFER // at_once)

@@ -135,7 +135,6 @@ def _part_of(rows: Collection[int], tensor: Tensor) -> str:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Reshapes to [rows, width]; each element of a vector is a row."""
     import torch
 
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -112,7 +112,6 @@ def optimizer_values(subject: Subject) -> OptimizerValues:
 
 
 def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[_Task]:
-    """A task for each optimizer tensor of a weight."""
     for key, kinds in state.by_weight.items():
         weights = dict(parts_of(key, state.weights[key]))
         for kind, stored in kinds.items():
@@ -138,7 +137,6 @@ def _read_state(name: str, kind: str, part: Part, weight: Part | None, digest: b
 
 
 def _by_bucket(state: OptimizerState) -> Iterator[_Task]:
-    """A task for each chunk of a bucket, and for each weight with master weights in buckets."""
     for bucket in state.buckets:
         for kind, stored in bucket.kinds.items():
             for chunk in stored.chunks:

@@ -208,7 +208,6 @@ def _pass(subject: Subject, stored: bool) -> Values:
 
 @contextmanager
 def _parts(subject: Subject, stored: bool, sides: BothSides, groups: Groups) -> Iterator[Iterator[Values]]:
-    """The outcomes for the groups, in order, by threads or by tasks on a Ray cluster."""
     if subject.options.ray is not None:
         with closing(parts_on_ray(subject, stored, sides.a, groups)) as parts:
             yield parts

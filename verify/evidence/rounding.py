@@ -245,7 +245,6 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
 
 
 def _zero_points(parts: Mapping[str, Tensor], module: str, form: Int4Format, rows: int) -> Tensor:
-    """The zero point of each group, [rows, groups]."""
     import torch
 
     groups = parts[module + SCALE].shape[1]

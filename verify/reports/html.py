@@ -325,7 +325,6 @@ def _summary(style: str, layers: Sequence[str], cells: Sequence[Mapping[str, Any
 
 
 def _describe(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The text of some cells for tooltips and screen readers."""
     steps, error = _largest(cells, "max_steps"), _largest(cells, "max_error")
     wrong = sum(cell["failed"] for cell in cells)
     findings = list(dict.fromkeys(anchor for cell in cells for anchor in cell["findings"]))

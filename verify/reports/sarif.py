@@ -84,5 +84,4 @@ def _artifact(path: str, start: Path) -> dict[str, str]:
 
 
 def _quoted(path: str) -> str:
-    """The path, percent-encoded for a URI."""
     return quote(path, safe="/", errors="backslashreplace")

@@ -133,15 +133,12 @@ def compare_loaded(
             wrong.append(f"{local} is not {names[local]} of {location.path}{other}")
     cut = _select_cut([local for local in held if local not in uncut], names, reference, parameters, skipped)
     tensors = {local: held[local][1] for local in (*uncut, *cut) if local not in known}
-    is_local_spec = any(
-        CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape
-        for name, tensor in held.values()
-    )
+    in_local_spec = ((name, tensor) for name, tensor in held.values() if CUT_IN_LOCAL_SPEC.fullmatch(name))
+    is_local_spec = any(tuple(tensor.shape) != reference.specs[name].shape for name, tensor in in_local_spec)
     at = replace(at, local_spec=is_local_spec)
     seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
-    wrong += [
-        f"{one.local} is not {one.name} of {location.path}{_describe(one)}" for one in seen if one.verdict != "equal"
-    ]
+    different = (one for one in seen if one.verdict != "equal")
+    wrong += [f"{one.local} is not {one.name} of {location.path}{_describe(one)}" for one in different]
     if wrong:
         hint = f"check how these weights were loaded: `ckptkit verify {location.path} --against-megatron`"
         is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -219,8 +216,5 @@ def _select_cut(
 
 
 def _describe(seen: TensorSeen) -> str:
-    if seen.origins:
-        return f": it is {' or '.join(seen.origins)}"
-    if seen.diagnosis:
-        return f": {seen.diagnosis}"
-    return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
+    numbers = f"{seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
+    return f": it is {' or '.join(seen.origins)}" if seen.origins else f": {seen.diagnosis or numbers}"

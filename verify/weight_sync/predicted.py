@@ -122,16 +122,14 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
             if experts:
-                found += [
-                    ParamCut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0
-                ]
+                blocks = [number for number in _divisors(tp // size) if experts % number == 0]
+                found += [ParamCut(size, axis, size, number) for number in blocks]
                 found += [ParamCut(size, axis, size, shared=True)] if fused else []
             elif ".qkv_proj." in param:
                 found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                found += [
-                    ParamCut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts
-                ]
+                both = product(paddings, casts)
+                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in both]
 
     def divides(cut: ParamCut) -> bool:
         sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())

@@ -141,7 +141,6 @@ class VllmEngine:
         return config
 
     def _call(self, method: str) -> Sequence[Mapping[str, Any]]:
-        """The answer of each worker for a method of `WeightReader`."""
         hint = f"before vLLM 0.32, start it with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
         try:
             with waiting(f"{method} of {self.name}"):

@@ -96,8 +96,6 @@ def _require_unwatched(owner: type, function: str) -> None:
 
 
 def _recorded(check: WeightSyncCheck, weights: Any) -> Iterator[Any] | AsyncIterator[Any]:
-    """Yields the same pairs and records them."""
-
     def record() -> Iterator[Any]:
         for name, tensor in weights:
             check.record(name, tensor)

@@ -142,7 +142,6 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
 
 
 def _unread(checkpoint: Checkpoint, source: Checkpoint, reason: str) -> FloatWeights:
-    """The 8-bit floats, with their scales, that are floats in the source."""
     judged = frozenset(
         name
         for name, spec in checkpoint.specs.items()

@@ -109,7 +109,6 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
 
 
 def _describe_rendered(texts: Sequence[str], rendered: RenderedTemplates) -> str:
-    """Describes the first conversation that differs from that of the first template."""
     for name, text, other in zip(rendered.names, texts, rendered.texts[0], strict=True):
         if text != other and not (is_refusal(text) and is_refusal(other)):
             start = max(0, first_difference(text, other) - 12)

@@ -140,7 +140,6 @@ class _Loaded:
 
 
 def _split(tokenizer: Any, text: str) -> list[str]:
-    """Normalizes a text and splits it as the pre-tokenizer does."""
     normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     pieces = tokenizer.pre_tokenizer.pre_tokenize_str(normal) if tokenizer.pre_tokenizer else [(normal, None)]
     return [piece for piece, _ in pieces]
@@ -199,7 +198,6 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _different_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
-    """Describes the first text with different ids."""
     for one, mine, its in zip(texts, here.encode(list(texts)), there.encode(list(texts)), strict=True):
         if mine != its:
             return f"{shortened(one)} is {_listed(mine, its)} but {_listed(its, mine)}"

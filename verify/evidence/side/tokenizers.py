@@ -131,14 +131,12 @@ def _pairs(mine: Mapping[str, Any], its: Mapping[str, Any], path: str) -> Iterat
 
 
 def _first_setting(here: SideFiles, there: SideFiles) -> str:
-    """Describes the first setting of tokenizer_config.json that may explain different ids."""
     configs = (side.tokenizer_config.items() for side in (here, there))
     mine, its = ({key: one for key, one in items if key not in _UNREAD} for items in configs)
     return describe_first_difference(mine, its, "")
 
 
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
-    """A tokenizer that only one side has."""
     side = there if there.has_tokenizer else here
     file = next((name for name in side.tokenizer_files if name not in SETTINGS_FILES), None)
     if file is None:
@@ -150,7 +148,6 @@ def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
 
 
 def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Compares tokens and their ids if ckptkit can read the vocabularies of both."""
     if not (here.reads_vocabulary and there.reads_vocabulary):
         return
     mine, its = here.ids, there.ids
