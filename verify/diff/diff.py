@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 
 
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
-    """Compares two checkpoints, tensor by tensor under HF names; each may be HF, quantized HF, torch_dist or legacy.
+    """Compares tensors under HF names, and the files that loaders read, of two checkpoints of any formats.
 
-    config.json and the files that loaders read next to the weights are compared too. `hf`: the config of a Megatron
-    checkpoint without one, in place of that of the other side. `exact`: a tensor in another dtype is a difference even
-    if a cast makes it equal. Without torch only names, shapes and dtypes are compared. Raises CkptkitError if one
-    cannot be opened or read. Memory holds a few groups of tensors.
+    `hf`: the config of a Megatron checkpoint without one, in place of that of the other side. `exact`: a tensor in
+    another dtype is a difference even if a cast makes it equal. Without torch only names, shapes and dtypes are
+    compared. Raises CkptkitError if one cannot be opened or read. Memory holds a few groups of tensors.
     """
     sides = opened(a, b, hf)
     if find_spec("torch") is None:
@@ -174,10 +173,9 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
-    """The name in B with the bits of each tensor of A that was moved.
+    """The name in B with the bits of each moved tensor of A; constant tensors do not count.
 
     A differing tensor may have moved to any other name of B, a tensor that B lacks only to a name that A lacks.
-    Constant tensors do not count.
     """
     by_content = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
     moved: dict[str, str] = {}

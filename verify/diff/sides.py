@@ -76,11 +76,8 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
         if not place.is_megatron or not supported(config):
             continue
         rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
-        rows = {
-            checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0]
-            for rule in rules
-            if rule.mapping.vocab and rule.megatron in checkpoint.specs
-        }
+        vocab = [rule for rule in rules if rule.mapping.vocab and rule.megatron in checkpoint.specs]
+        rows = {checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0] for rule in vocab}
         if any(rows):
             yield f"{max(rows)} rows that pad the vocabulary of {place.path} are not compared"
 

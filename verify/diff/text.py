@@ -45,10 +45,7 @@ def _entries(found: Diff) -> Iterator[Entry]:
 
 
 _WORDS = {
-    "equal": "equal",
-    "cast": "cast",
-    "moved": "moved",
-    "differing": "differing",
+    **{state: state for state in ("equal", "cast", "moved", "differing")},
     "only_a": "only in A",
     "only_b": "only in B",
     "redundant": "redundant",

@@ -186,12 +186,9 @@ def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _all_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     quantization = quantization_of(config)
     groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
-    found = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
-    return [weights for weights in found if isinstance(weights, dict)]
+    groups = groups if isinstance(groups, dict) else {}
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    return [one for one in weights if isinstance(one, dict)]
 
 
 def has_floats(config: Mapping[str, Any]) -> bool:

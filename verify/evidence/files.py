@@ -79,11 +79,8 @@ class HfFiles:
         if not isinstance(weight_map, dict) or not weight_map:
             actual = "an empty one" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
             return (Issue("a weight_map of names to files", actual),)
-        return tuple(
-            Issue("a file of this directory", shortened(weight_map[name]), names=(name,))
-            for name in weight_map
-            if name not in (self.index or {})
-        )
+        outside = (name for name in weight_map if name not in (self.index or {}))
+        return tuple(Issue("a file of this directory", shortened(weight_map[one]), names=(one,)) for one in outside)
 
     @cached_property
     def total_size(self) -> Any:
@@ -235,6 +232,5 @@ class MegatronFiles:
         stored = [(key, chunk.blob) for key, tensor in self.metadata.tensors.items() for chunk in tensor.chunks]
         for key, blob in (*stored, *self.metadata.objects.items()):
             found[blob.path][blob.offset, blob.length].append(key)
-        return {
-            path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in sorted(found.items())
-        }
+        files = sorted(found.items())
+        return {path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in files}

@@ -104,11 +104,8 @@ def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str 
         yield layers
         for name in layers.names:
             del known[name]
-    parts = {
-        name: origin
-        for name, origin in known.items()
-        if count_differing_parts(name, origin) == 1 and name.count(".") == origin.count(".")
-    }
+    same_depth = ((name, origin) for name, origin in known.items() if name.count(".") == origin.count("."))
+    parts = {name: origin for name, origin in same_depth if count_differing_parts(name, origin) == 1}
     yield from _moved_parts(parts)
     single = {name: origin for name, origin in known.items() if name not in parts}
     for names in group_pairs(single):
@@ -128,11 +125,8 @@ def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[
         if (layer := layer_of(name)) is not None:
             wrong[layer].append(name)
             sources[layer].add(_same_tensor_in(name, other))
-    origin = {
-        layer: source
-        for layer, found in sources.items()
-        if len(found) == 1 < len(wrong[layer]) and (source := next(iter(found))) is not None
-    }
+    single = {layer: next(iter(found)) for layer, found in sources.items() if len(found) == 1 < len(wrong[layer])}
+    origin = {layer: source for layer, source in single.items() if source is not None}
     exchanged = {layer for layer, other in origin.items() if origin.get(other) == layer}
     around = origin.keys() - exchanged  # on a cycle of layers that each hold the values of the next
     while ends := around - ({layer for layer in around if origin[layer] in around} & {origin[one] for one in around}):

@@ -85,19 +85,16 @@ class Scale:
 def read_scales(subject: Subject) -> list[Scale]:
     """Every scale of the checkpoint with its weight_shape, in order. Raises CkptkitError."""
     checkpoint = subject.checkpoint
-    largest = max(
-        (spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(part_names.SCALE)), default=0
-    )
+    sizes = [spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(part_names.SCALE)]
     # torch's own threads would wait for one another at every small step, on a busy machine for minutes.
-    with threads(largest) as pool:
+    with threads(max(sizes, default=0)) as pool:
         return list(pool.map(partial(_scale, checkpoint), part_names.packed_in(checkpoint.specs)))
 
 
 def _scale(checkpoint: Checkpoint, module: str) -> Scale:
-    tensors = checkpoint.read(
-        [name for name in (module + part_names.SCALE, module + part_names.SHAPE) if name in checkpoint.specs]
-    )
-    scale, sizes = tensors.get(module + part_names.SCALE), tensors.get(module + part_names.SHAPE)
+    names = [module + part_names.SCALE, module + part_names.SHAPE]
+    tensors = checkpoint.read([name for name in names if name in checkpoint.specs])
+    scale, sizes = map(tensors.get, names)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     shape = None if sizes is None else tuple(map(int, sizes.flatten().tolist()))
     if scale is None:

@@ -65,8 +65,7 @@ def as_release(
 ) -> Checkpoint:
     """A Megatron checkpoint under HF names, with tensors that Megatron lacks from its HF directory or `root`.
 
-    `release`, `fused` and `dtype` as in `to_hf`; without `fused`, experts are stored as in the release, else as in the
-    model's own class. Raises CkptkitError as `to_hf`.
+    Arguments and errors as in `to_hf`; without `fused` as the release, else as the model's own class.
     """
     if fused is None:
         fused = is_fused(release) or only_fused(source.config)

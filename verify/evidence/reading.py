@@ -64,10 +64,7 @@ class Values:
 
 
 def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint under HF names, with one tensor an expert, and with the repetitions of `release`.
-
-    Raises CkptkitError if the config does not fit.
-    """
+    """The checkpoint under HF names, with one tensor an expert and repetitions of `release`. Raises CkptkitError."""
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return as_release(checkpoint, locate(where).root, release, fused=False)
     if is_fused(checkpoint.specs):
@@ -183,10 +180,8 @@ def _pass(subject: Subject, stored: bool) -> Values:
     checkpoint, source = sides(subject, stored, hashed)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
-    paths = (
-        next((one.path for one in byte_ranges_of(checkpoint, names)), None) if hashes else None for names in groups
-    )
-    order = alternating(list(paths), os.cpu_count() or 1)
+    ranges = (byte_ranges_of(checkpoint, names) if hashes else () for names in groups)
+    order = alternating([next((one.path for one in some), None) for some in ranges], os.cpu_count() or 1)
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
         values.only_here = [name for name in specs if name not in source.specs]

@@ -108,11 +108,8 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
 
     modules = set(filter(is_valid, packed_in(checkpoint.specs)))
     # CK702 reports a source of another size.
-    packed = {
-        name
-        for name, spec in source.specs.items()
-        if name.removesuffix(".weight") in modules and spec.shape == shapes[name]
-    }
+    named = ((name, spec) for name, spec in source.specs.items() if name.removesuffix(".weight") in modules)
+    packed = {name for name, spec in named if spec.shape == shapes[name]}
     read_together = [names for group in source.groups if (names := [name for name in group if name in packed])]
     sizes = [sum(source.specs[name].nbytes for name in names) for names in read_together]
     rounding: dict[str, Rounding] = {}
@@ -175,10 +172,7 @@ def group_distances(
     signed: bool = False,
     squared: bool = False,
 ) -> GroupDistances:
-    """Compares the parts of a module with `original` [rows, columns], in one loop without temporary arrays.
-
-    `signed`: subtract `_CLIPPED_STEPS` from the distance of weights beyond the last code, for AutoRound.
-    """
+    """Compares the parts of a module with `original` [rows, columns]; `signed` as in AutoRound, with _CLIPPED_STEPS."""
     import torch
 
     from ckptkit.quant.kernels.cpu import KINDS
@@ -276,11 +270,7 @@ def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
 def bound_in_steps(
     dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False, bits: int = BITS
 ) -> float:
-    """The largest error of a correctly rounded weight, in steps, with scales in `dtype`.
-
-    `signed`: some scales are negative, and `_CLIPPED_STEPS` is already subtracted. Errors that are a part of a code
-    grow with `bits`.
-    """
+    """The largest error of a correctly rounded weight, in steps, with scales in `dtype`; `signed` as in AutoRound."""
     import torch
 
     unit_roundoff, wider = torch.finfo(dtype).eps / 2, 2.0 ** (bits - BITS)
@@ -321,8 +311,7 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
 def scale_off(scale: Tensor, largest: Tensor, dtype: torch.dtype, grid: str) -> float:
     """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it.
 
-    `largest`: the largest weight of each group, of a source in `dtype`. Groups below the grid's floor do not count, nor
-    those with a scale that is not a positive number, which CK304 reports.
+    `largest`: the largest weight of each group, of a source in `dtype`. CK304 reports scales that are not positive.
     """
     import torch
 

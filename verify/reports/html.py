@@ -92,11 +92,8 @@ def grouped_causes(report: Report) -> list[Cause]:
     causes = []
     for group in group_identical(roots):
         same = {anchor_of[id(one)]: one for one in group}
-        follows = [
-            (anchor, cause_of([one], report.checkpoint), titles.get(one.code, ""))
-            for anchor, one in named.items()
-            if one.cause in same
-        ]
+        results = ((anchor, one) for anchor, one in named.items() if one.cause in same)
+        follows = [(anchor, cause_of([one], report.checkpoint), titles.get(one.code, "")) for anchor, one in results]
         more = max(0, len(same) - _LISTED) + max(0, len(follows) - _LISTED)
         text, title, listed = cause_of(group, report.checkpoint), titles.get(group[0].code, ""), list(same.items())
         causes.append(Cause(listed[0][0], group[0], title, text, listed[:_LISTED], follows[:_LISTED], more))
@@ -152,11 +149,9 @@ def stages(report: Report) -> list[Stage]:
             detail = f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count
             boxes.append(Stage(name, style, outcome, detail))
     seen = {stage.name.lower() for stage in boxes}
-    boxes += [
-        Stage(_capital(name), "unasked", NOT_GIVEN.get(name, "not asked"), _OPTIONS.get(name.lower(), ""))
-        for name in report.not_asked
-        if name.lower() not in seen
-    ]
+    for name in (name for name in report.not_asked if name.lower() not in seen):
+        outcome, option = NOT_GIVEN.get(name, "not asked"), _OPTIONS.get(name.lower(), "")
+        boxes.append(Stage(_capital(name), "unasked", outcome, option))
     return sorted(boxes, key=lambda one: order.index(one.name) if one.name in order else len(order))
 
 
@@ -365,9 +360,8 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
     if not wrong:
         return None
     experts = max(sizes.values())
-    sound = {
-        at: [style for style in map(style_of, some) if style not in ("failed", "warning")] for at, some in cells.items()
-    }
+    found = {at: map(style_of, some) for at, some in cells.items()}
+    sound = {at: [style for style in some if style not in ("failed", "warning")] for at, some in found.items()}
     usual = next(iter(chain.from_iterable(sound.values())), "read")
     background: dict[str, str] = defaultdict(str)
     for at, styles in sound.items():

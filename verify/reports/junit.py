@@ -48,9 +48,8 @@ def junit(report: Report) -> str:
 def _case(suite: ElementTree.Element, check: CheckResult, found: list[FindingGroup]) -> None:
     stage: str = next((one.stage for one in all_checks() if one.code == check.code), "checks")
     classname = f"ckptkit.{_CLASSES.get(stage, stage)}"
-    case = ElementTree.SubElement(
-        suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}"
-    )
+    attributes = {"classname": classname, "name": _xml(f"{check.code} {check.title}"), "time": f"{check.seconds:.3f}"}
+    case = ElementTree.SubElement(suite, "testcase", attributes)
     if check.status == "skipped":
         ElementTree.SubElement(case, "skipped", message=_xml(check.reason or ""))
     errors = [group for group in found if group.severity == "error"]

@@ -53,12 +53,8 @@ def _finding(anchor: str, finding: Finding) -> list[str]:
     lines = [f"- **{anchor}** {code(subject) if subject else ''}{count}".rstrip()]
     lines += [f"  - file: {code(finding.file)}"] if finding.file and finding.tensor else []
     lines += [f"  - rank: {escaped(finding.rank)}"] if finding.rank else []
-    return [
-        *lines,
-        f"  - expected: {escaped(finding.expected)}",
-        f"  - actual: {escaped(finding.actual)}",
-        f"  - next: {escaped(finding.hint)}",
-    ]
+    values = {"expected": finding.expected, "actual": finding.actual, "next": finding.hint}
+    return lines + [f"  - {label}: {escaped(text)}" for label, text in values.items()]
 
 
 def escaped(text: str) -> str:

@@ -28,13 +28,11 @@ def sarif(report: Report) -> str:
             rules[-1]["fullDescription"] = {"text": check.rationale}
             rules[-1]["help"] = {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}
     places = {check.code: index for index, check in enumerate(report.checks)}
+    named = zip(anchors(report.findings), report.findings, strict=True)
     run = {
         "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
         "invocations": [_invocation(report)],
-        "results": [
-            _result(anchor, finding, report, places)
-            for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)
-        ],
+        "results": [_result(anchor, finding, report, places) for anchor, finding in named],
         "properties": {"verdict": printable(report.verdict)},
     }
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
@@ -45,9 +43,8 @@ def _invocation(report: Report) -> dict[str, Any]:
     invocation: dict[str, Any] = {"executionSuccessful": not report.reasons}
     if report.command:
         invocation["arguments"] = [printable(word) for word in report.command[1:]]
-    notes: list[dict[str, Any]] = [
-        {"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons
-    ]
+    texts = (printable(f"not looked at: {reason}") for reason in report.reasons)
+    notes: list[dict[str, Any]] = [{"level": "error", "message": {"text": text}} for text in texts]
     for check in (check for check in report.checks if check.status == "skipped"):
         message = {"text": printable(f"{check.code} was skipped: {check.reason}")}
         notes.append({"level": "note", "message": message, "associatedRule": {"id": check.code}})

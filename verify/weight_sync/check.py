@@ -37,18 +37,12 @@ _LOST_HINT = "send the whole update before the next generation: vLLM's sleep lev
 
 
 class WeightSyncCheck:
-    """Checks every Nth weight update of a trainer at the engines that received it.
+    """Checks every Nth weight update of a trainer at the engines that received it (docs/jobs.md).
 
     Call `record` with each tensor that is sent, under its HF name, and `after_update` once engines have answered. A
-    trainer with several senders has one check in each, for its own tensors.
-
-    It proves that every engine has the weight version; that parameters compared by value are, bit for bit, the recorded
-    tensors (by a checksum of 64 bits, or 256 of vLLM's own checker); that engines with the same layout have the same
-    weights; and that other parameters changed if and only if their tensors did. It does not prove that the trainer
-    recorded the right values under the right names: that is for `ckptkit verify`.
-
-    The first check learns how each kind of parameter is cut. A kind that matches in no layer is then compared by change
-    only, with one note on standard error. So let the first check be the update before the first rollout.
+    trainer with several senders has one check in each, for its own tensors. The first check learns how each kind of
+    parameter is cut, so let it be the update before the first rollout: a kind that matches in no layer is compared by
+    change only, with one note on standard error.
     """
 
     def __init__(
@@ -125,8 +119,8 @@ class WeightSyncCheck:
     def after_update(self, version: str | int | None = None) -> SyncResult | None:
         """Asks all engines at once and compares every rank; returns None if the update is not checked.
 
-        `version`: the weight version that engines were given, if any. Raises CkptkitError naming engines, ranks,
-        parameters and weight versions that are wrong, and if a rank does not answer or nothing was recorded.
+        `version`: the weight version that engines were given, if any. Raises CkptkitError naming all that is wrong, and
+        if a rank does not answer or nothing was recorded.
         """
         due, sent, self._sent = self.due, self._sent, None
         self._updates += 1
@@ -188,11 +182,8 @@ class WeightSyncCheck:
 
     def _raise_errors(self, has_version: bool, states: Mapping[str, EngineState], verdict: SyncVerdict) -> None:
         version = verdict.result.version
-        wrong = [
-            f"{url} has weight version {state.version}, not {version}"
-            for url, state in states.items()
-            if has_version and state.version not in (None, version)
-        ]
+        others = {url: state.version for url, state in states.items() if state.version not in (None, version)}
+        wrong = [f"{url} has weight version {other}, not {version}" for url, other in others.items() if has_version]
         wrong += verdict.wrong
         # Engines keep the norms of a complete model unchanged.
         if verdict.compared and not verdict.result.by_value and not self._pattern.pattern:

@@ -60,9 +60,8 @@ class JsonServer:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, may_lack: bool = False) -> dict[str, Any] | None:
         """The answer to a request, or None if `may_lack` and the server does not know this path."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(  # noqa: S310 - the caller's own address
-            f"{self.url}/{path}", data, {"Content-Type": "application/json", **self.headers}
-        )
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = Request(f"{self.url}/{path}", data, headers)  # noqa: S310 - the caller's own address
         try:
             with waiting(f"{self.url}/{path}"), urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
                 content = json.loads(answer.read())

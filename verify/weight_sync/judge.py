@@ -103,10 +103,7 @@ def judge(
     *,
     is_complete: bool = True,
 ) -> SyncVerdict:
-    """Compares every rank of every engine with the sent tensors, with its last check, and with the other engines.
-
-    `version`: the update's name in the result. `is_complete`: all sent tensors were recorded, not a selection.
-    """
+    """Compares every rank with the sent tensors (if `is_complete` all of them), its last check and other engines."""
     ranks = _ranks(states, setups)
     is_equal, cuts = _by_value(sent, ranks, history.cuts)
     wrong = defaultdict[tuple[str, str], list[str]](list)  # parameters, by rank and reason

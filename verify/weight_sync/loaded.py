@@ -1,8 +1,7 @@
 """Compares the parameters of a rank of a trainer with the checkpoint that its options name.
 
-Uncut parameters (norms, routers and their biases) are compared bit for bit, if possible by the digests of the
-checkpoint's `ckptkit.json`. Of cut parameters, a few are compared with the slice that this rank must have
-(`ckptkit.verify.witnesses.megatron.slices`).
+Uncut parameters (norms, routers and their biases) are compared bit for bit, if possible by digests of `ckptkit.json`. A
+few cut ones are compared with the slice that this rank must have (`ckptkit.verify.witnesses.megatron.slices`).
 """
 
 from __future__ import annotations
@@ -94,43 +93,36 @@ def parameters_asked_for() -> int | None:
 def compare_loaded(
     location: Location, hf: str | None, model: Sequence[torch.nn.Module], parameters: int | None
 ) -> LoadedComparison:
-    """Compares the chunks of this rank with a checkpoint, and at most `parameters` of the cut parameters, or all.
+    """Compares the chunks of this rank with a checkpoint, but at most `parameters` cut ones; `hf` is its config.
 
-    `hf`: the config of a checkpoint without one. Raises DiffersError naming every parameter that differs, and
-    CkptkitError if they cannot be compared.
+    Raises DiffersError naming every parameter that differs, and CkptkitError if they cannot be compared.
     """
     from ckptkit.verify.witnesses.megatron.slices import Position, compare_all
 
-    reference: Checkpoint = (
-        to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
-    )
+    path = location.path
+    reference: Checkpoint = to_megatron(plain(path), str(path)) if location.is_hf else open_megatron(location, hf)
     config = as_stored(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
     at = Position.here(dims_of(config).experts)
     held = dict(_local_tensors(model, at.experts, rules, reference.specs, skipped))
     names = {local: name for local, (name, _) in held.items()}
-    uncut = [
-        local
-        for local, (name, tensor) in held.items()
-        if tuple(tensor.shape) == reference.specs[name].shape
-        and tensor.numel() <= _SMALL
-        and ".experts." not in name
-        and not rules[name].mapping.vocab
-    ]
+
+    def is_uncut(name: str, tensor: Tensor) -> bool:
+        has_shape = tuple(tensor.shape) == reference.specs[name].shape and tensor.numel() <= _SMALL
+        return has_shape and ".experts." not in name and not rules[name].mapping.vocab
+
+    uncut = [local for local, (name, tensor) in held.items() if is_uncut(name, tensor)]
     digests = _digests(location, rules, skipped)
     # If shape or dtype differ from those of the digest, the weights on disk are cast and compared.
     specs = {local: (dtype_name(held[local][1].dtype), tuple(held[local][1].shape)) for local in uncut}
-    known = {
-        local: digest
-        for local, spec in specs.items()
-        if (digest := digests.get(names[local])) and (digest.dtype, digest.shape) == spec
-    }
+    listed = {local: digest for local in uncut if (digest := digests.get(names[local]))}
+    known = {local: one for local, one in listed.items() if (one.dtype, one.shape) == specs[local]}
     wrong = []
     for local, digest in known.items():
         if (actual := TensorDigest.of(held[local][1].contiguous().cpu())) != digest:
             other = next((f": it is {name}" for name, one in digests.items() if one == actual), "")
-            wrong.append(f"{local} is not {names[local]} of {location.path}{other}")
+            wrong.append(f"{local} is not {names[local]} of {path}{other}")
     cut = _select_cut([local for local in held if local not in uncut], names, reference, parameters, skipped)
     tensors = {local: held[local][1] for local in (*uncut, *cut) if local not in known}
     in_local_spec = ((name, tensor) for name, tensor in held.values() if CUT_IN_LOCAL_SPEC.fullmatch(name))
@@ -138,13 +130,13 @@ def compare_loaded(
     at = replace(at, local_spec=is_local_spec)
     seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
     different = (one for one in seen if one.verdict != "equal")
-    wrong += [f"{one.local} is not {one.name} of {location.path}{_describe(one)}" for one in different]
+    wrong += [f"{one.local} is not {one.name} of {path}{_describe(one)}" for one in different]
     if wrong:
-        hint = f"check how these weights were loaded: `ckptkit verify {location.path} --against-megatron`"
+        hint = f"check how these weights were loaded: `ckptkit verify {path} --against-megatron`"
         is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         rank = f"rank {job_rank()}: " if is_one_of_many else ""
         raise DiffersError(f"{rank}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
-    return LoadedComparison(location.path, list(known), [one.local for one in seen], skipped)
+    return LoadedComparison(path, list(known), [one.local for one in seen], skipped)
 
 
 def _local_tensors(

@@ -11,17 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ckptkit.converters.hf_names import FUSED
 from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
 

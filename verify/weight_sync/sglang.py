@@ -1,7 +1,4 @@
-"""Asks engines of SGLang for their weights by HTTP.
-
-Source: SGLang 0.5.16, `srt/utils/weight_checker.py` and `srt/managers/mm_utils.py`.
-"""
+"""Asks engines of SGLang for their weights (0.5.16, `srt/utils/weight_checker.py`, `srt/managers/mm_utils.py`)."""
 
 from __future__ import annotations
 
@@ -65,9 +62,8 @@ class SglangEngine:
 def sglang_digest() -> Digest:
     """SGLang's own checksum of a tensor, on a GPU if there is one: it differs on a CPU."""
     if find_spec("sglang") is None:
-        raise MissingDependencyError(
-            "SGLang is not installed here, and its checksums are needed", "install the engines' SGLang"
-        )
+        message = "SGLang is not installed here, and its checksums are needed"
+        raise MissingDependencyError(message, "install the engines' SGLang")
     import torch
     from sglang.srt.managers.mm_utils import tensor_hash
 

@@ -1,9 +1,7 @@
 """Asks engines of vLLM for their weights, by HTTP or by a `collective_rpc`.
 
-From 0.32 on vLLM answers `POST /weight_checker` with a SHA-256 of each parameter of each rank. Older releases need
-`ckptkit.hooks_vllm.WeightReader` as `worker_extension_cls`; its answers have the same form, with checksums of the GPU.
-Source: vLLM 0.33.0, `entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py` and
-`model_executor/model_loader/weight_checksum.py`.
+From 0.32 on vLLM answers `POST /weight_checker`; older releases need `ckptkit.hooks_vllm.WeightReader`. Source: 0.33.0,
+`entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py`, `model_executor/model_loader/weight_checksum.py`.
 """
 
 from __future__ import annotations

@@ -121,9 +121,8 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     source = source_as_hf(subject, subject.checkpoint.specs)
     is_searched = "mse" in str(weights_of(subject.checkpoint.config).get("observer"))
     grids = {name: _grid(weights.stored[_stored(codes, name)].layout, is_searched) for name in weights.judged}
-    groups = [
-        names for group in common_groups(codes, source) if (names := [name for name in group if name in weights.judged])
-    ]
+    judged = ([name for name in group if name in weights.judged] for group in common_groups(codes, source))
+    groups = list(filter(None, judged))
     narrow = set[str]()  # from MXFP4: FP8 has its numbers exactly if the scales are near enough
     if isinstance(subject.source, View):
         steps = {name: subject.source.step(_stored(source, name)) for name in grids if grids[name].mantissa == 3}
@@ -142,11 +141,8 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
 
 
 def _unread(checkpoint: Checkpoint, source: Checkpoint, reason: str) -> FloatWeights:
-    judged = frozenset(
-        name
-        for name, spec in checkpoint.specs.items()
-        if spec.dtype.startswith("float8") and _comparable(spec, source.specs.get(name))
-    )
+    specs = {name: spec for name, spec in checkpoint.specs.items() if spec.dtype.startswith("float8")}
+    judged = frozenset(name for name, spec in specs.items() if _comparable(spec, source.specs.get(name)))
     endings = (FP8_SCALE_INV, FP8_SCALE)
     parts = {name + ending for name in judged for ending in endings if name + ending in checkpoint.specs}
     return FloatWeights(judged=judged, parts=judged | parts, unread=reason)

@@ -30,25 +30,16 @@ _CODE = "auto_map"
 _WITH_CODE = ("config.json", TOKENIZER_CONFIG, PROCESSOR_CONFIG, PREPROCESSOR, VIDEO)
 # Defaults of keys that generation_config.json lacks; those of other keys are null, false or zero. Source:
 # transformers, `GenerationConfig` of 4.57, and `_get_default_generation_params` of 5.12.
-_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beams", "num_return_sequences", "num_beam_groups"), 1),
+    **dict.fromkeys(("max_length", "num_assistant_tokens"), 20),
+    **dict.fromkeys(("target_lookbehind", "assistant_lookbehind"), 10),
     "top_k": 50,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "max_length": 20,
-    "length_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
     "use_cache": True,
-    "num_assistant_tokens": 20,
     "max_matching_ngram_size": 2,
     "assistant_confidence_threshold": 0.4,
     "num_assistant_tokens_schedule": "constant",
-    "target_lookbehind": 10,
-    "assistant_lookbehind": 10,
 }
 _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_hash")
 
@@ -78,10 +69,8 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
     """Compares chat templates of any file by name and by the conversations that they render with transformers."""
     names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
     for name in names:
-        mine, its = (
-            {text: file for file, other, text in reversed(side.template_places) if other == name}
-            for side in (here, there)
-        )
+        places = (reversed(side.template_places) for side in (here, there))
+        mine, its = ({text: file for file, other, text in some if other == name} for some in places)
         what = f"chat template {name!r}"
         if mine.keys() == its.keys():
             yield from _unread_template(here, there, name)
@@ -135,9 +124,7 @@ def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideD
     mine, its = here.generation, there.generation
     keys = [key for key in {**its, **mine} if key not in _NOT_OF_GENERATION]
     pairs = {key: (mine.get(key), its.get(key)) for key in keys if _value(here, key) != _value(there, key)}
-    harmless = {
-        key for key in pairs if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key
-    }
+    harmless = {"pad_token_id", "use_cache", "cache_implementation"} | {key for key in pairs if "output_" in key}
     before = "" if mine else "the file is missing: "
     wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
     yield from setting_differences(GENERATION, wrong, place, "error", before)

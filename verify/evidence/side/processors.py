@@ -1,7 +1,6 @@
 """Compares settings of the processors of images, videos and sound, in any file that transformers saves them to.
 
-As a program, `python -m ckptkit.verify.evidence.side.processors JOB.json`, it builds the processors of two sides with
-the installed transformers. No code of a checkpoint runs.
+`python -m ckptkit.verify.evidence.side.processors JOB.json` builds two with transformers. No code of a checkpoint runs.
 """
 
 from __future__ import annotations

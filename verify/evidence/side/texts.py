@@ -48,8 +48,7 @@ _NO_TEXT = (range(0xD800, 0xF900), range(0xF0000, 0x110000))  # surrogates and p
 class TextJob:
     """Two directories with a tokenizer, the library to load them with, and texts such as added tokens.
 
-    If `here` and `there` are one directory, transformers' class is compared with tokenizer.json, without ids around a
-    text, and for words only: sound releases differ in rarer texts.
+    If both are one directory, transformers' class is compared with tokenizer.json for words: rarer texts may differ.
     """
 
     library: str

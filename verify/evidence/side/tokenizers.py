@@ -106,11 +106,9 @@ def _different_settings(here: SideFiles, there: SideFiles, place: str) -> Iterat
     """Settings with two values that give equal results in the installed libraries, but may not in other releases."""
     mine, its = here.tokenizer_config, there.tokenizer_config
     names = (*(f"{kind}_token" for kind in SPECIAL), "additional_special_tokens", "extra_special_tokens")
-    odd = {
-        path: pair
-        for path, pair in _pairs(mine, its, "")
-        if path.partition(".")[0] not in (*_UNREAD, *names, "tokenizer_class") and not path.endswith(".normalized")
-    }
+    skipped = {*_UNREAD, *names, "tokenizer_class"}
+    pairs = ((path, pair) for path, pair in _pairs(mine, its, "") if not path.endswith(".normalized"))
+    odd = {path: pair for path, pair in pairs if path.partition(".")[0] not in skipped}
     yield from setting_differences(TOKENIZER_CONFIG, odd, place, "error")
     for kind in SPECIAL:
         tokens = {text for file in SETTINGS_FILES if (text := there.special_in(file, kind))}
@@ -167,9 +165,8 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
     another = _ANOTHER if 2 * (len(missing) + len(moved)) > len(its) else ""
     file = here.file_of_token((moved or added)[0]) if moved or added else there.file_of_token(missing[0])
     count = len(missing) + len(moved) + len(added)
-    yield SideDifference(
-        file, f"{len(its)} tokens with their ids", another + ", ".join(filter(None, parts)), count=count
-    )
+    words = another + ", ".join(filter(None, parts))
+    yield SideDifference(file, f"{len(its)} tokens with their ids", words, count=count)
 
 
 def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
