@@ -32,13 +32,13 @@ from ckptkit.verify.core.report import Finding, Report, anchors, now
 from ckptkit.verify.core.run import checked_stages, run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import model_of, usable_config
+from ckptkit.verify.evidence.expected import config_or_none, model_of
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.folding import layers_of
 from ckptkit.verify.evidence.reading import read_values
 from ckptkit.verify.evidence.rounding import rounding_of
 from ckptkit.verify.options import VerifyOptions, verify_options
-from ckptkit.verify.reports.heat import Heat, Measured, heat_map, of_values
+from ckptkit.verify.reports.heat import Heat, Measured, heat_map, measured_values
 from ckptkit.verify.witnesses.megatron.run import sizes_of
 from ckptkit.verify.witnesses.registry import programs_not_used
 from ckptkit.verify.witnesses.rollouts.run import recording_of
@@ -173,7 +173,7 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     values, steps = subject.peek(read_values), subject.peek(rounding_of)
     floats = subject.peek(float_weights)
     judged = floats.judged if floats else ()
-    measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
+    measured = [*measured_values(values, judged, is_trained=subject.options.trained)] if values else []
     # CK305's results for packed weights, then for weights in floats.
     measured += [(name, Measured(steps=one.steps, failed=one.failed)) for name, one in (steps or {}).items()]
     rounded = subject.peek(float_rounding_of) or {}
@@ -213,7 +213,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     if subject.options.rollout_data is not None:
         recording_of(subject)
     with suppress(NotApplicable, CannotCheck):
-        if "megatron" in subject.against and usable_config(subject) is not None:
+        if "megatron" in subject.against and config_or_none(subject) is not None:
             sizes_of(subject)
 
 

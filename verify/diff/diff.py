@@ -1,10 +1,10 @@
-"""`diff`: compares two checkpoints of any formats, read in one pass, with digests instead of tensors."""
+"""Compares two checkpoints of any formats in one pass, and keeps digests instead of tensors."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,12 @@ from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.verify.diff.result import Content, Diff, Pair, State, badness
 from ckptkit.verify.diff.sides import Sides, config_or_empty, opened, supported
-from ckptkit.verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
+from ckptkit.verify.evidence.both_sides import SPARE, BothSides, TensorPair, common_groups, threads
 from ckptkit.verify.evidence.compare import common_dtype
 from ckptkit.verify.evidence.compare import compare as compare_tensors
 from ckptkit.verify.evidence.expected import fp32_names
 from ckptkit.verify.evidence.extremes import digest_of, same_bytes
-from ckptkit.verify.evidence.folding import by_key, parts_apart
+from ckptkit.verify.evidence.folding import by_key, count_differing_parts
 from ckptkit.verify.evidence.moved import Moved, Stages, explain_moves, group_pairs
 
 if TYPE_CHECKING:
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
-    """Compares two checkpoints, tensor by tensor under HF names; each may be HF, quantized HF, torch_dist or legacy.
+    """Compares tensors under HF names, and the files that loaders read, of two checkpoints of any formats.
 
-    So are config.json and the files that loaders read next to the weights: a difference there is one of the model.
-    `hf` gives the config of a Megatron checkpoint that has none beside it; without it, that of the other side does.
-    `exact`: a tensor in another dtype is a difference even where a cast makes it equal. Without torch no values are
-    compared, only names, shapes and dtypes. Raises CkptkitError where one cannot be opened or read. Memory holds a few
-    groups of tensors, and of all others a digest.
+    `hf`: the config of a Megatron checkpoint without one, in place of that of the other side. `exact`: a tensor in
+    another dtype is a difference even if a cast makes it equal. Without torch only names, shapes and dtypes are
+    compared. Raises CkptkitError if one cannot be opened or read. Memory holds a few groups of tensors.
     """
     sides = opened(a, b, hf)
     if find_spec("torch") is None:
@@ -49,81 +47,78 @@ def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: b
 
 
 def compare_checkpoints(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
-    """The same of two checkpoints that are open."""
+    """Compares two open checkpoints, as `diff`."""
     pairs = {pair.name: pair for pair in pairs_of(sides.a, sides.b)}
     if not pairs:
         raise CkptkitError(f"{a} and {b} hold no tensor", "check the paths")
     redundant = _redundant(sides, pairs)
-    found = [pair for pair in pairs.values() if pair.name not in redundant]
-    whose = moved_names(found)
-    renamed = {other for name, other in whose.items() if pairs[name].state == "only_a"}
-    left = [pair for pair in found if pair.name not in whose and pair.name not in renamed]
-    cast = [pair for pair in left if pair.state == "cast"]
+    needed = [pair for pair in pairs.values() if pair.name not in redundant]
+    origins = moved_names(needed)
+    renamed = {other for name, other in origins.items() if pairs[name].state == "only_a"}
+    by_state = defaultdict[State, list[Pair]](list)
+    for pair in needed:
+        if pair.name not in origins and pair.name not in renamed:
+            by_state[pair.state].append(pair)
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
         nbytes=sum(pair.nbytes for pair in pairs.values()),
-        equal=[pair.name for pair in left if pair.state == "equal"],
-        cast=cast,
+        equal=[pair.name for pair in by_state["equal"]],
+        cast=by_state["cast"],
         redundant=sorted(redundant),
-        moves=list(moves_of(found, whose)),
-        differing=sorted((pair for pair in left if pair.state == "differing"), key=badness, reverse=True),
-        only_a=[pair for pair in left if pair.state == "only_a"],
-        only_b=[pair for pair in left if pair.state == "only_b"],
-        notes=[*sides.notes, *_rounded(sides.a, cast)],
+        moves=list(moves_of(needed, origins)),
+        differing=sorted(by_state["differing"], key=badness, reverse=True),
+        only_a=by_state["only_a"],
+        only_b=by_state["only_b"],
+        notes=[*sides.notes, *_rounded(sides.a, by_state["cast"])],
         files=sides.files,
     )
 
 
 def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
-    found: list[Pair] = []
+    tied = {head for head, _ in _tied(sides)}
+    by_state = defaultdict[State, list[Pair]](list)
     for name in {**sides.a.specs, **sides.b.specs}:
-        here, there = sides.a.specs.get(name), sides.b.specs.get(name)
-        state: State = "only_a" if there is None else "only_b" if here is None else "unread"
-        if here and there and here.shape != there.shape:
+        spec_a, spec_b = sides.a.specs.get(name), sides.b.specs.get(name)
+        state: State = "only_a" if spec_b is None else "only_b" if spec_a is None else "unread"
+        if spec_a and spec_b and spec_a.shape != spec_b.shape:
             state = "differing"
-        found.append(Pair(name, here, there, None, None, state))
-    tied = {head[0] for head in _tied(sides)}
+        # Without values it is unknown whether a tied output layer that one side lacks repeats the embedding.
+        group: State = "unread" if name in tied and state != "differing" else state
+        by_state[group].append(Pair(name, spec_a, spec_b, None, None, state))
     note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
-        differing=[pair for pair in found if pair.state == "differing"],
-        only_a=[pair for pair in found if pair.state == "only_a" and pair.name not in tied],
-        only_b=[pair for pair in found if pair.state == "only_b" and pair.name not in tied],
+        differing=by_state["differing"],
+        only_a=by_state["only_a"],
+        only_b=by_state["only_b"],
         notes=[*sides.notes, note],
         files=sides.files,
-        # Whether a tied output layer that one side lacks repeats the embedding, its values would tell.
-        unread=[pair for pair in found if pair.state == "unread" or (pair.state != "differing" and pair.name in tied)],
+        unread=by_state["unread"],
     )
 
 
 def _tied(sides: Sides) -> list[tuple[str, str]]:
-    """The output layer and the embedding that it repeats, by the config of either side that is known and ties them."""
+    """The tied output layer and its embedding, by the config of either side."""
     configs = [config for side in (sides.a, sides.b) if supported(config := config_or_empty(side))]
     return list(filter(None, map(tied_head, configs)))
 
 
 def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
-    """Names that one side lacks and that follow from the rest: an output layer that repeats the embedding, and so on.
-
-    An output layer is one only where the side that stores it has the embedding's own bits in it.
-    """
-    alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
-    found: set[str] = set()
-    for tied in _tied(sides):
-        if tied[0] in alone and tied[1] in pairs:
-            head, embedding = (pairs[name] for name in tied)
-            is_same = head.content_b == embedding.content_b
-            if head.a is not None:
-                is_same = head.content_a == embedding.content_a
-            found |= {head.name} if is_same else set()
-    return found
+    """Tied output layers that one side lacks and that have the bits of the embedding on the other side."""
+    redundant: set[str] = set()
+    for head, embedding in ((pairs.get(head), pairs.get(embedding)) for head, embedding in _tied(sides)):
+        if head is None or embedding is None or head.state not in ("only_a", "only_b"):
+            continue
+        if head.content_a == embedding.content_a if head.a is not None else head.content_b == embedding.content_b:
+            redundant.add(head.name)
+    return redundant
 
 
 def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
-    """Yields a note for state that must stay float32 and was cast to something narrower."""
+    """Yields a note for tensors that must stay float32 and were cast to a narrower dtype."""
     config = config_or_empty(checkpoint)
-    state = fp32_names(config if supported(config) else None)
-    if names := [pair.name for pair in cast if pair.name in state]:
+    fp32 = fp32_names(config if supported(config) else None)
+    if names := [pair.name for pair in cast if pair.name in fp32]:
         yield (
             f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "
             "`ckptkit verify --source` judges it (CK203)"
@@ -131,28 +126,23 @@ def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
 
 
 def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
-    """Yields a pair for each name of either side, those of `a` first. Both are read once, a few groups at a time.
-
-    Raises CkptkitError as reading does.
-    """
+    """Yields a pair for each name of either side, those of `a` first. Reads both once. Raises CkptkitError."""
     groups = list(common_groups(a, b))
-    groups += [left for group in b.groups if (left := tuple(name for name in group if name not in a.specs))]
+    groups += [names for group in b.groups if (names := tuple(name for name in group if name not in a.specs))]
     sides, total = BothSides(a, b), sum(spec.nbytes for side in (a, b) for spec in side.specs.values())
+
+    def compare_group(names: Sequence[str]) -> list[Pair]:
+        return [_pair(both, a.specs.get(both.name), b.specs.get(both.name)) for both in sides.read(names)]
+
     with progress("comparing", total) as advance, threads(sides.largest(groups), SPARE) as pool:
-        for pairs in pool.map(partial(_look, sides), groups):
+        for pairs in pool.map(compare_group, groups):
             advance(sum(pair.nbytes for pair in pairs))
             yield from pairs
 
 
-def _look(sides: BothSides, names: Sequence[str]) -> list[Pair]:
-    """The pairs of names that are read together."""
-    a, b = sides.a.specs, sides.b.specs if sides.b is not None else {}
-    return [_pair(both, a.get(both.name), b.get(both.name)) for both in sides.read(names)]
-
-
-def _pair(both: Both, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> Pair:
+def _pair(both: TensorPair, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> Pair:
     name, a, b, is_constant = both.name, both.a, both.b, both.stats.constant
-    if a is None or b is None:  # one side has it, or both have the same
+    if a is None or b is None:  # only one side has it, or both are equal
         spec = spec_a or spec_b
         content = None if spec is None else (spec.shape, both.stats.digest)
         in_a, in_b = (None if one is None else content for one in (spec_a, spec_b))
@@ -162,12 +152,12 @@ def _pair(both: Both, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> P
     content_a, content_b = content_of(narrow_a), content_of(narrow_b)
     if content_a == content_b and narrow_a.dtype == narrow_b.dtype:
         return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
-    far = compare_tensors(name, a, b, common_dtype(a, b)) if a.shape == b.shape else None
-    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", is_constant, far)
+    distance = compare_tensors(name, a, b, common_dtype(a, b)) if a.shape == b.shape else None
+    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", is_constant, distance)
 
 
 def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype that they are compared in: the narrower one; of float16 and bfloat16, whichever is a cast."""
+    """Both in the narrower dtype; of float16 and bfloat16, in the one that makes a cast of the other, if any."""
     import torch
 
     if (dtype := common_dtype(a, b)) is not None:
@@ -183,40 +173,37 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
-    """For each tensor of A that was moved the name in B that has its bits.
+    """The name in B with the bits of each moved tensor of A; constant tensors do not count.
 
-    A tensor that differs from its namesake may have the bits of any other name of B. One whose name B lacks counts as
-    renamed where its bits stand under a name that A lacks. Constant tensors never count.
+    A differing tensor may have moved to any other name of B, a tensor that B lacks only to a name that A lacks.
     """
-    homes = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
+    by_content = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
     moved: dict[str, str] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
     for pair in pairs:
         if pair.state not in ("differing", "only_a") or pair.constant or pair.content_a is None:
             continue
-        found = [home for home in homes.get(pair.content_a, ()) if home.name != pair.name]
+        matches = [match for match in by_content.get(pair.content_a, ()) if match.name != pair.name]
         if pair.state == "only_a":
-            found = [home for home in found if home.state == "only_b" and home.name not in taken]
-        if found:
-            best = min(found, key=lambda home: _unlikely(pair, home))
-            moved[pair.name] = best.name
-            taken.add(best.name)
+            matches = [match for match in matches if match.state == "only_b" and match.name not in used]
+        if matches:
+            moved[pair.name] = min(matches, key=lambda match: _match_rank(pair, match)).name
+            used.add(moved[pair.name])
     return moved
 
 
-def _unlikely(pair: Pair, home: Pair) -> tuple[bool, bool, int]:
-    """Orders the names that have a tensor's bits: first the one in whose place it is, then those of its kind."""
-    mutual = home.content_a is not None and home.content_a == pair.content_b
-    return not mutual, home.state == "equal", parts_apart(pair.name, home.name)
+def _match_rank(pair: Pair, match: Pair) -> tuple[bool, bool, int]:
+    """Orders names with a tensor's bits: first one that was exchanged with it, then those of its kind."""
+    is_mutual = match.content_a is not None and match.content_a == pair.content_b
+    return not is_mutual, match.state == "equal", count_differing_parts(pair.name, match.name)
 
 
-def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Moved]:
-    """Yields what `moved_names` found, what one mistake explains together; then tensors renamed in B."""
-    differing = [pair.name for pair in pairs if pair.state == "differing"]
+def moves_of(pairs: Sequence[Pair], origins: Mapping[str, str]) -> Iterator[Moved]:
+    """Yields one `Moved` for each mistake behind `moved_names`, then tensors renamed in B."""
+    differing = {pair.name: origins.get(pair.name) for pair in pairs if pair.state == "differing"}
     stages = Stages.of_names([pair.name for pair in pairs])
-    for move in explain_moves({name: whose.get(name) for name in differing}, stages, " in B"):
-        yield replace(move, others=[whose[name] for name in move.names])
-    placed = set(differing)
-    for names in group_pairs({name: other for name, other in whose.items() if name not in placed}):
-        others = [whose[name] for name in names]
+    for move in explain_moves(differing, stages, " in B"):
+        yield replace(move, others=[origins[name] for name in move.names])
+    for names in group_pairs({name: other for name, other in origins.items() if name not in differing}):
+        others = [origins[name] for name in names]
         yield Moved(f"another name in B: {summarize(others)}", "", names, others=others)

@@ -1,4 +1,4 @@
-"""What `diff` found, as data."""
+"""The result of `diff`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Content = tuple[tuple[int, ...], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What both sides hold under a name; None: nothing."""
+    """The tensors of both sides under one name."""
 
     name: str
     a: TensorSpec | None
     b: TensorSpec | None
-    content_a: Content | None  # in the narrower dtype, where the dtypes differ
+    content_a: Content | None  # in the narrower of two dtypes
     content_b: Content | None
     state: State
-    constant: bool = False  # every element of a side is the same number: equal bits under another name prove nothing
+    constant: bool = False  # all elements of a side are equal, so that equal bits under another name prove nothing
     distance: TensorDiff | None = None  # of differing tensors of one shape
 
     @property
@@ -39,10 +39,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Kind:
-    """Tensors that differ and whose names differ in layer and expert numbers only; `worst` is the one furthest off."""
+    """Differing tensors with names that differ in layer and expert numbers only."""
 
     names: tuple[str, ...]
-    worst: Pair
+    worst: Pair  # with the largest distance
     largest: float
     mean: float
     cosine: float | None
@@ -58,21 +58,21 @@ class Diff:
     b: str
     formats: tuple[str, str]
     exact: bool  # whether a cast counts as a difference
-    differing: Sequence[Pair]  # of what both have, neither cast nor moved, the worst first
+    differing: Sequence[Pair]  # on both sides, neither cast nor moved, the worst first
     only_a: Sequence[Pair]
     only_b: Sequence[Pair]
     nbytes: int = 0
     equal: Sequence[str] = ()  # the same bits
-    cast: Sequence[Pair] = ()  # the same after a cast to the narrower dtype
-    redundant: Sequence[str] = ()  # only on one side, and following from the rest, as a tied output layer
-    moves: Sequence[Moved] = ()  # bits that stand under another name in B
-    notes: Sequence[str] = ()  # what was not compared, or needs a second look
-    files: Sequence[str] = ()  # how config.json and other files that loaders read differ, a line each
-    unread: Sequence[Pair] = ()  # of one shape, and not compared by value, since torch is not installed
+    cast: Sequence[Pair] = ()  # equal after a cast to the narrower dtype
+    redundant: Sequence[str] = ()  # only on one side, and a repetition, as a tied output layer
+    moves: Sequence[Moved] = ()  # bits under another name in B
+    notes: Sequence[str] = ()  # on tensors and files that were not compared
+    files: Sequence[str] = ()  # differences of config.json and other files that loaders read, a line each
+    unread: Sequence[Pair] = ()  # of one shape, and not compared by value without torch
 
     @property
     def status(self) -> Literal["equal", "different", "inconclusive"]:
-        """Whether all tensors and settings are equal; inconclusive where no header differs and values were not read."""
+        """Whether all tensors and settings are equal; inconclusive if headers are equal and values were not read."""
         cast = (self.cast, self.other_dtypes) if self.exact else ()
         if any((self.files, self.moves, self.differing, self.only_a, self.only_b, *cast)):
             return "different"
@@ -80,12 +80,12 @@ class Diff:
 
     @property
     def other_dtypes(self) -> list[Pair]:
-        """Those of `unread` that have another dtype in B."""
+        """The pairs of `unread` with two dtypes."""
         return [pair for pair in self.unread if pair.a and pair.b and pair.a.dtype != pair.b.dtype]
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many tensors there are of each kind, renamed ones counted once."""
+        """The number of tensors of each kind; renamed ones count once."""
         return {
             "equal": len(self.equal),
             "cast": len(self.cast),

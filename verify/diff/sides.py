@@ -18,12 +18,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.verify.checks.config.config import (
-    config_differences,
-    describe_model,
-    is_another_model,
-    plain_differences,
-)
+from ckptkit.verify.checks.config.config import config_differences, describe_model, is_another_model, plain_differences
 from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.folding import by_key
@@ -39,60 +34,56 @@ class Sides:
 
     a: Checkpoint
     b: Checkpoint
-    formats: tuple[str, str]  # what lies at each path
-    notes: tuple[str, ...]  # what is not compared
-    files: tuple[str, ...] = ()  # how config.json and the other files next to the weights differ
+    formats: tuple[str, str]
+    notes: tuple[str, ...]  # on tensors and files that are not compared
+    files: tuple[str, ...] = ()  # differences of config.json and the other files next to the weights
 
 
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
-    """Opens both, quantized HF weights dequantized. `hf`: the config of a Megatron checkpoint that has none beside it.
+    """Opens and dequantizes both checkpoints. `hf`: the config of a Megatron checkpoint without one.
 
-    Two checkpoints of one kind (both HF, or both Megatron) that cannot be brought to common HF names keep the names
-    that they have on disk, and a note says why. Raises CkptkitError where one cannot be opened, and where HF and
-    Megatron cannot be brought together.
+    Two of one kind (both HF, or both Megatron) without common HF names keep their names on disk, with a note. Raises
+    CkptkitError if one cannot be opened, and if HF and Megatron have no common names.
     """
     places = locate(a), locate(b)
     if places[0].is_hf and places[1].is_hf:
         refuse_hf(hf, a)
     both = [open_location(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
     stored = [one.checkpoint for one in both]
-    (left, right), why = stored, list[str]()
+    (left, right), notes = stored, list[str]()
     try:
         left, right = as_hf_view(left, places[0].path, right.specs), as_hf_view(right, places[1].path, left.specs)
     except CkptkitError as error:
         if places[0].kind != places[1].kind:
             raise
-        why = [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
+        notes = [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
     files, more = compare_files(config_or_empty(stored[0]), config_or_empty(stored[1]), *places)
-    notes = [*why, *_padding(stored, places), *_borrowed(stored, [left, right], places), *more]
+    notes += [*_padding(stored, places), *_borrowed(stored, [left, right], places), *more]
     return Sides(left, right, (both[0].words, both[1].words), tuple(notes), tuple(files))
 
 
 def _config_for(place: Location, hf: str | Path | None, other: Location) -> str | Path | None:
-    """Where a side's config, or the base of its deltas, is: a Megatron side without one has that of an HF side."""
+    """The config or base of deltas of a side: a Megatron side without a config uses that of an HF side."""
     if hf or not place.is_megatron or not other.is_hf or (place.root / "hf" / "config.json").exists():
         return hf
     return other.path
 
 
 def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
-    """Yields a note for a Megatron side whose vocabulary is padded: the padding has no place under HF names."""
+    """Yields a note for a Megatron side with a padded vocabulary: HF names have no padding."""
     for checkpoint, place in zip(stored, places, strict=True):
         config = config_or_empty(checkpoint)
         if not place.is_megatron or not supported(config):
             continue
         rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
-        rows = {
-            checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0]
-            for rule in rules
-            if rule.mapping.vocab and rule.megatron in checkpoint.specs
-        }
+        vocab = [rule for rule in rules if rule.mapping.vocab and rule.megatron in checkpoint.specs]
+        rows = {checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0] for rule in vocab}
         if any(rows):
             yield f"{max(rows)} rows that pad the vocabulary of {place.path} are not compared"
 
 
 def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
-    """Yields a note for tensors that Megatron does not hold (a vision tower) and that come from another directory."""
+    """Yields a note for tensors that Megatron lacks (a vision tower) and that come from another directory."""
     for checkpoint, side, place in zip(stored, sides, places, strict=True):
         if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)) or side is checkpoint:
             continue
@@ -104,7 +95,7 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
 
 
 def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The HF config of a checkpoint; empty where a Megatron one has none, so that its names are those on disk."""
+    """The HF config of a checkpoint; empty for a Megatron one without."""
     try:
         return checkpoint.config
     except CkptkitError:
@@ -117,31 +108,28 @@ _LISTED = 5  # settings of a config
 def compare_files(
     a: Mapping[str, Any], b: Mapping[str, Any], place_a: Location, place_b: Location
 ) -> tuple[list[str], list[str]]:
-    """How the configs and the other files that loaders read differ, a line each, and notes of what is not compared.
-
-    A side without any such file but config.json is not compared. Raises CkptkitError for a file that cannot be read.
-    """
-    found, notes = _configs(a, b) if a and b else ([], [])
+    """The differences of configs and other files that loaders read, a line each, and notes. Raises CkptkitError."""
+    lines, notes = _configs(a, b) if a and b else ([], [])
     sides = [SideFiles.of(place) for place in (place_a, place_b)]
     bare = [name for name, side in zip("AB", sides, strict=True) if not side.loaded - {"config.json"}]
     if bare or sides[0].root.resolve() == sides[1].root.resolve():
         if len(bare) == 1 and place_a.is_hf and place_b.is_hf:
             notes.append(f"{bare[0]} has no tokenizer and no other file next to its weights, so none is compared")
-        return found, notes
+        return lines, notes
     try:
         code = [one for one in code_differences(sides[1], sides[0], "in A") if not one.words.startswith("missing")]
-        found += [f"{one.file} differs in B: {one.words}" for one in code]
+        lines += [f"{one.file} differs in B: {one.words}" for one in code]
         for one in side_differences(sides[0], sides[1], "in B"):
             if one.file.endswith(".py") and any(other.file == one.file for other in code):
                 continue
-            found.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
+            lines.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
     except CannotCheck as reason:
         notes.append(f"not compared: {reason}")
-    return found, notes
+    return lines, notes
 
 
 def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Settings with two values are a difference; one that a side lacks, of which no default is known, is a note."""
+    """Differing settings, and a note on those that one side lacks and that have no known default."""
     if supported(a) and supported(b):
         if is_another_model(a, b):
             return [f"config.json differs: {describe_model(a)} and {describe_model(b)}"], []

@@ -1,4 +1,4 @@
-"""Formats a diff as lines of text: each kind of difference, the worst first, what was compared, the verdict."""
+"""Formats a diff as lines of text: differences by kind, the worst first, the numbers of tensors, the verdict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
 
 
 def _entries(found: Diff) -> Iterator[Entry]:
-    """The differences, and then what is only to be known: casts and redundant tensors."""
     for kind, body in (
         ("files", list(found.files)),
         ("moved", [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]),
@@ -46,19 +45,16 @@ def _entries(found: Diff) -> Iterator[Entry]:
 
 
 _WORDS = {
-    "equal": "equal",
-    "cast": "cast",
-    "moved": "moved",
-    "differing": "differing",
+    **{state: state for state in ("equal", "cast", "moved", "differing")},
     "only_a": "only in A",
     "only_b": "only in B",
     "redundant": "redundant",
-    "unread": "compared by name and shape alone",
+    "unread": "compared by name and shape only",
 }
 
 
 def verdict(found: Diff) -> str:
-    """One line: EQUAL, DIFFERENT and in what, or INCONCLUSIVE."""
+    """One line: EQUAL, DIFFERENT with the numbers, or INCONCLUSIVE."""
     counts = found.counts
     total = sum(counts.values())
     if found.status == "equal":

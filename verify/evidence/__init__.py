@@ -1,1 +1,1 @@
-"""Reads what checks look at, once: files, expected tensors, values."""
+"""Reads the data of all checks once: files, expected tensors, values."""

@@ -1,4 +1,4 @@
-"""Compares what is packed in an INT4 checkpoint with what every reader expects by its `ignore` list."""
+"""Compares the packed modules of an INT4 checkpoint with those that each reader expects by its `ignore` list."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.evidence.folding import by_key
 
-# slime packs by names alone, so it says nothing of what the model's classes make of the list.
+# slime packs by names only and does not know the model's classes.
 _BY_CLASS = frozenset(INT4_READERS) - {"slime"}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The modules of an INT4 checkpoint that readers do not find as they expect them."""
+    """The modules of an INT4 checkpoint that are not stored as its readers expect."""
 
     looked_at: int  # modules that are packed or should be
-    forbidden: Mapping[str, str]  # packed, though no reader that counts has a quantized layer for it; with the reason
-    unwanted: Sequence[str]  # packed, and no reader that knows classes expects that
-    missing: Sequence[str]  # unquantized or absent, and every reader that knows classes expects it packed
-    issues: Sequence[Issue]  # one for each reader that interprets the list otherwise than the files are
+    forbidden: Mapping[str, str]  # packed, but no relevant reader has a quantized layer for it; with the reason
+    unwanted: Sequence[str]  # packed, but every reader that knows classes expects floats
+    missing: Sequence[str]  # unquantized or absent, but every reader that knows classes expects it packed
+    issues: Sequence[Issue]  # one for each reader that interprets the list differently
 
 
 def agreement(
@@ -40,13 +40,9 @@ def agreement(
     engine: str = "sglang",
     updated: bool | None = False,
 ) -> Agreement:
-    """Compares the packed modules among `specs` with what the readers of `ignore` expect.
-
-    Which disagreement is an error is for `severities`; `asked`, `engine` and `updated` are as there. Raises
-    CkptkitError as `groups_of` and `class_tree` do.
-    """
+    """Compares packed modules with the expectations of readers; arguments as in `severities`. Raises CkptkitError."""
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
-    # Linear layers that are stored under no name of their own, such as fused experts; a tied head is not stored.
+    # Linear layers without a tensor of that name, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})
     absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
     named = matrices_named((f"{name}.weight" for name in absent), tree, config)
@@ -54,27 +50,21 @@ def agreement(
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
-    found = question.divergences(ignore)
-    # What every reader with classes expects otherwise, so that the list's spelling is not the cause.
-    tensors = by_key((one.tensor, one.reader) for one in found)
-    everybody = {tensor for tensor, who in tensors.items() if _BY_CLASS.issubset(who)}
+    divergences = question.divergences(ignore)
+    # Where all readers with classes disagree with the files, the spelling of the list is not the cause.
+    readers_of = by_key((one.tensor, one.reader) for one in divergences)
+    unanimous = {tensor for tensor, names in readers_of.items() if _BY_CLASS.issubset(names)}
     readers = counting(asked, engine)
-    pairs = [
-        (matrix, forbidden(matrix, tree, readers)) for matrix, packs in zip(matrices, packed, strict=True) if packs
-    ]
-    ruled_out = {matrix.module: reason for matrix, reason in pairs if reason}
-    reported = everybody | {f"{module}.weight" for module in ruled_out}
+    reasons = ((matrix.module, forbidden(matrix, tree, readers)) for matrix in matrices if matrix.module in stored)
+    ruled_out = {module: reason for module, reason in reasons if reason}
+    reported = unanimous | {f"{module}.weight" for module in ruled_out}
     by_reader, issues = severities(config, ignore, tree, asked, engine, updated=updated), list[Issue]()
-    others = [one for one in found if one.tensor not in reported and one.reader in by_reader]
-    hint = advice(others, question, ignore) if others else ""
-    for reader, its in by_key((one.reader, one) for one in others).items():
+    remaining = [one for one in divergences if one.tensor not in reported and one.reader in by_reader]
+    hint = advice(remaining, question, ignore) if remaining else ""
+    for reader, its in by_key((one.reader, one) for one in remaining).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
         issues.append(Issue(expected, "; ".join(described(its)), hint, file="config.json", severity=severity))
-    missing = [
-        matrix.module
-        for matrix, packs in zip(matrices, packed, strict=True)
-        if matrix.tensor in everybody and not packs
-    ]
-    unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in ruled_out]
+    missing = [one.module for one in matrices if one.tensor in unanimous and one.module not in stored]
+    unwanted = [module for module in stored if f"{module}.weight" in unanimous and module not in ruled_out]
     return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)

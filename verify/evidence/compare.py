@@ -1,4 +1,4 @@
-"""The one comparison of two tensors: in which elements and rows they differ, and how far apart they are."""
+"""Compares two tensors: which elements and rows differ, and by how much."""
 
 from __future__ import annotations
 
@@ -14,35 +14,32 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PIECE = 1 << 16  # elements: their float64 copies stay in a core's cache
-_RUNS = 6  # runs of rows that are named one by one
+_PIECE = 1 << 16  # elements: their float64 copies fit into a core's cache
+_RUNS = 6  # runs of rows above which only the first is listed
 _SHORT = 32  # elements of a row
-_NEXT_TO_ZERO = 0.1  # of the length of the usual row
+_NEXT_TO_ZERO = 0.1  # of the median length of a row
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How a tensor differs from its source, with d = tensor - source in float64. Of two shapes nothing else is known.
-
-    `distinct`: how many values the source has and the tensor, where their dtypes differ and they are small. `unlike`
-    rows of a matrix of floats are further from the source's row than zero is, which training does not do; those that
-    are short, or next to zero in the source, do not count.
-    """
+    """How a tensor differs from its source, with d = tensor - source in float64. Two shapes have no numbers."""
 
     source: TensorSpec
     actual: TensorSpec
     unequal: int  # elements that differ in a bit, in the dtype that both are compared in
     largest: float = math.nan  # max |d| of finite elements
-    not_finite: int = 0  # unequal elements of which one is NaN or infinite
+    not_finite: int = 0  # unequal elements with a NaN or an infinity on one side
     mean: float = math.nan  # mean |d| of finite elements
-    cosine: float | None = None  # of both as vectors; None where one of them is zero or not finite
-    std: float = math.nan  # standard deviation of the tensor; NaN where it is not finite
-    rows: str = ""  # with unequal elements, `rows 3..5` or `row 7`; empty where that is every row, or none
-    shift: int = 0  # 1 or -1 where every element of a vector is that much more than the source's, rounded
+    cosine: float | None = None  # of both as vectors, or None if one of them is zero or not finite
+    std: float = math.nan  # standard deviation of the tensor, NaN if it is not finite
+    rows: str = ""  # with unequal elements, `rows 3..5` or `row 7`; empty for all rows or none
+    shift: int = 0  # 1 or -1 if the tensor is a vector and equals the rounded source + shift
+    # Rows of a float matrix that are further from the source's row than zero is, which training does not do. Rows that
+    # are short, or next to zero in the source, do not count.
     unlike: int = 0
     unlike_rows: str = ""  # as `rows`
-    distinct: tuple[int, int] = (0, 0)
+    distinct: tuple[int, int] = (0, 0)  # values of the source and of the tensor, if they are small and of two dtypes
 
     @property
     def same_shape(self) -> bool:
@@ -51,17 +48,17 @@ class TensorDiff:
 
     @property
     def elements(self) -> int:
-        """How many there are of the tensor."""
+        """The number of elements of the tensor."""
         return math.prod(self.actual.shape)
 
     @property
     def relative(self) -> float:
-        """Mean |d| in standard deviations of the tensor; infinite for a constant, and where one is not finite."""
+        """Mean |d| in standard deviations of the tensor; infinite if it is constant or not finite."""
         return self.mean / self.std if self.std > 0 and not self.not_finite else math.inf
 
 
 def compare(name: str, tensor: Tensor, source: Tensor, dtype: torch.dtype | None) -> TensorDiff:
-    """How `tensor` differs from `source`, once both are cast to `dtype`; None: they are compared as numbers."""
+    """How `tensor` differs from `source` after a cast of both to `dtype`, or as numbers if that is None."""
     import torch
 
     specs = TensorSpec.of(name, source), TensorSpec.of(name, tensor)
@@ -111,12 +108,12 @@ def compare(name: str, tensor: Tensor, source: Tensor, dtype: torch.dtype | None
         shift=_shift(tensor, source),
         unlike=len(unlike),
         unlike_rows=_part_of(unlike, tensor),
-        distinct=(_distinct(source), _distinct(tensor)) if counted else (0, 0),
+        distinct=(_count_distinct(source), _count_distinct(tensor)) if counted else (0, 0),
     )
 
 
 def common_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """The narrower of the two dtypes, where both are floats of 16 bits or more and of different widths; else None."""
+    """The narrower of two float dtypes of different widths and at least 16 bits, else None."""
     import torch
 
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -126,7 +123,7 @@ def common_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
 
 
 def rows_named(rows: Collection[int]) -> str:
-    """`rows 3..5,9`, or `row 7`; of many runs the first alone, with the number of rows."""
+    """`rows 3..5,9` or `row 7`; of many runs only the first, with the number of rows."""
     text = ranges(rows).strip("{}")
     if text.count(",") >= _RUNS:
         return f"rows {text.partition(',')[0]} and others, {len(rows)} in all"
@@ -138,7 +135,6 @@ def _part_of(rows: Collection[int], tensor: Tensor) -> str:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """As [rows, width]; each element of a vector is a row."""
     import torch
 
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -146,17 +142,17 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _unlike(norms: Tensor) -> list[int]:
-    """`norms` [2, rows]: of the differences, and of the source's rows."""
+    """Rows that count as unlike, by `norms` [2, rows] of the differences and of the source's rows."""
     distance, length = norms
     return [int(row) for row in ((distance > length) & (length > _NEXT_TO_ZERO * length.median())).nonzero().flatten()]
 
 
 def _shift(tensor: Tensor, source: Tensor) -> int:
-    """1 or -1 where that was added to each element of a vector, as of norms that multiply by 1 + w; else 0."""
+    """1 or -1 if that was added to each element of a vector (norms that multiply by 1 + w), else 0."""
     if tensor.dim() != 1 or not tensor.is_floating_point():
         return 0
     return next((by for by in (1, -1) if bool(((source.float() + by).to(tensor.dtype) == tensor).all())), 0)
 
 
-def _distinct(tensor: Tensor) -> int:
+def _count_distinct(tensor: Tensor) -> int:
     return len(set(tensor.reshape(-1).tolist()))

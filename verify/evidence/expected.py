@@ -1,4 +1,4 @@
-"""Derives from its config every tensor that a checkpoint must hold, with its shape, in the checkpoint's own layout."""
+"""Derives the tensors that a checkpoint must contain, with shapes, from its config and in its own layout."""
 
 from __future__ import annotations
 
@@ -19,93 +19,74 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
+from ckptkit.quant.formats import part_names
 from ckptkit.quant.formats.dequantize import floats_of
 from ckptkit.quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
 from ckptkit.quant.formats.groups import Group, group_of, groups_of
-from ckptkit.quant.formats.part_names import (
-    PACKED,
-    WEIGHT_G_IDX,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-)
 from ckptkit.quant.formats.release import Floats
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
-# The names that parts have in formats which are not read.
+# Usual names of parts, for formats that ckptkit does not read.
 _UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))
-# As compressed-tensors, llm-compressor and AutoFP8 write them, of keys, values and queries.
+# Scales of keys, values and queries as compressed-tensors, llm-compressor and AutoFP8 write them.
 CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The tensors that a checkpoint must hold, by name."""
+    """The tensors that a checkpoint must contain, by name."""
 
-    shapes: Mapping[str, Shape | None]  # None: packed, and CK303 judges the shape
+    shapes: Mapping[str, Shape | None]  # None for parts of packed weights: CK303 judges their shapes
     vocab: frozenset[str] = frozenset()  # may have more rows
     fp32: frozenset[str] = frozenset()  # must not be rounded
-    indices: frozenset[str] = frozenset()  # whole numbers, which may be the same in several layers
-    optional: frozenset[str] = frozenset()  # may be there, and are not used
-    upcast: frozenset[str] = frozenset()  # hold the release's values in the next wider dtype
+    indices: frozenset[str] = frozenset()  # integers, which may be equal in several layers
+    optional: frozenset[str] = frozenset()  # may be present, and are not used
+    upcast: frozenset[str] = frozenset()  # contain the release's values in the next wider dtype
 
 
 @once
 def config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint, of a supported family, as its tensors have it (`ckptkit.converters.stored`).
-
-    Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
-    it loads.
-    """
-    config, names = stated_config_of(subject), _names(subject)
+    """The HF config, adjusted to the stored tensors by `ckptkit.converters.stored`. Raises as `raw_config_of`."""
+    config, names = raw_config_of(subject), _names(subject)
     return as_stored(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
-    """Remarks on the names of its tensors that are not wrong. Raises as `stated_config_of`."""
+    """Remarks on tensor names that are no errors. Raises as `raw_config_of`."""
     names = _names(subject)
-    return remarks(stated_config_of(subject), names) if names else []
+    return remarks(raw_config_of(subject), names) if names else []
 
 
 @once
 def spelling_of(subject: Subject) -> OtherSpelling | None:
-    """How the layers of an HF checkpoint are spelled, where another class than the config's spells them so.
-
-    None also where there is no usable config.
-    """
+    """The spelling of an HF checkpoint's layers if it is that of another class, else None."""
     try:
-        return other_spelling(stated_config_of(subject), _names(subject)) if subject.is_hf else None
+        return other_spelling(raw_config_of(subject), _names(subject)) if subject.is_hf else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
 
 @once
 def _names(subject: Subject) -> Collection[str]:
-    """Every tensor that headers, the index or `.metadata` name.
-
-    None where nothing can be read, or where each tensor that the config promises is wanted.
-    """
-    if subject.is_megatron and subject.arguments is not None and subject.arguments.mtp:
-        return ()
+    """Every tensor name of headers, the index or `.metadata`; empty if unreadable."""
     if subject.is_megatron:
-        return subject.megatron_files.opened.specs if subject.megatron_files.readable else ()
+        # A launch that trains multi-token prediction layers requires all tensors of the config.
+        is_complete = subject.arguments is not None and bool(subject.arguments.mtp)
+        return subject.megatron_files.opened.specs if not is_complete and subject.megatron_files.readable else ()
     specs, index = subject.hf_files.specs, subject.hf_files.index or {}
     return specs if index.keys() <= specs.keys() else {**specs, **index}
 
 
 @once
 def is_of_no_family(subject: Subject) -> bool:
-    """Whether config.json is of a model outside ckptkit's families: by its `model_type` and class, or by its class.
-
-    An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
-    """
+    """Whether config.json is of a model outside ckptkit's families."""
     try:
         named_family_of(subject.hf_files.config)
     except UnsupportedError as error:
+        # An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
         return not isinstance(error, UnknownModelError) or has_own_class(subject.hf_files.config)
     except CkptkitError:
         pass
@@ -113,17 +94,16 @@ def is_of_no_family(subject: Subject) -> bool:
 
 
 def has_own_class(config: Mapping[str, Any]) -> bool:
-    """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
+    """Whether config.json names a class, and that of no known family."""
     name = class_of(config)
     return name != "" and all(name not in family.architectures for family in FAMILIES.values())
 
 
 @once
-def stated_config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint as the file has it, checked to be of a supported family.
+def raw_config_of(subject: Subject) -> Mapping[str, Any]:
+    """The stored HF config of a supported family.
 
-    Raises NotApplicable for a model of no family, which transformers is asked about (CK541); CannotCheck where a
-    Megatron checkpoint has none beside it; CkptkitError where it is broken or unsupported.
+    Raises NotApplicable for other models (CK541 checks them), CannotCheck without a config, and CkptkitError.
     """
     if subject.is_hf:
         config = subject.hf_files.config
@@ -150,24 +130,22 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
 
 @once
 def expected_of(subject: Subject) -> Expected | None:
-    """What must be in the checkpoint, spelled as its tensors are: fused or per expert, packed or not.
-
-    None where there is no usable config.
-    """
-    if (config := usable_config(subject)) is None:
+    """The tensors that the checkpoint must contain, in its layout (fused, packed), or None without a usable config."""
+    if (config := config_or_none(subject)) is None:
         return None
     unread = subject.unread_names
     names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
     rules = rules_in(config, names) if subject.is_megatron else list(rules_of(config))
     if subject.is_megatron:
-        vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
-        state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
-        shapes_of = {
-            id(rule.mapping): rule.megatron_shape for rule in {id(rule.mapping): rule for rule in rules}.values()
-        }
-        upcast = frozenset(rule.megatron for rule in rules if rule.mapping.upcast)
-        return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, upcast=upcast)
+        one_each = {id(rule.mapping): rule for rule in rules}
+        shapes_of = {key: rule.megatron_shape for key, rule in one_each.items()}
+        return Expected(
+            {rule.megatron: shapes_of[id(rule.mapping)] for rule in rules},
+            vocab=frozenset(rule.megatron for rule in rules if rule.mapping.vocab),
+            fp32=frozenset(rule.megatron for rule in rules if rule.mapping.fp32),
+            upcast=frozenset(rule.megatron for rule in rules if rule.mapping.upcast),
+        )
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     indices = frozenset(name for rule in rules if rule.mapping.indices for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
@@ -183,16 +161,16 @@ def expected_of(subject: Subject) -> Expected | None:
     if is_quantized(config):
         listed = dict.fromkeys(subject.hf_files.index or {}) | dict(names)  # a scale may be listed and not stored
         shapes, copies = _packed(shapes, listed, config), _packed(copies, listed, config)
-    # A release may repeat tensors under these names, and this one does.
+    # A release may repeat tensors under these names.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    carries = family_of(config).carries  # tensors outside the language model, by what precedes or follows the numbers
+    carries = family_of(config).carries  # tensors outside the language model
     carried = frozenset(name for kind in kinds if carries(kind[0]) for name in kind)
     return Expected(shapes, frozenset(), fp32, indices, repeated | scales | carried)
 
 
 def require_expected(subject: Subject) -> Expected:
-    """As `expected_of`, but raises CannotCheck where there is no usable config."""
+    """As `expected_of`, but raises CannotCheck without a usable config."""
     require_config(subject)
     expected = expected_of(subject)
     assert expected is not None
@@ -200,10 +178,7 @@ def require_expected(subject: Subject) -> Expected:
 
 
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `weights` part of the first group of integers in a quantization_config, else of the first group.
-
-    Empty when there is none.
-    """
+    """The `weights` of the first integer group in a quantization_config, else of the first group, else empty."""
     found = _all_weights(config)
     return next((weights for weights in found if weights.get("type", "int") == "int"), found[0] if found else {})
 
@@ -211,13 +186,13 @@ def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _all_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     quantization = quantization_of(config)
     groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
-    given = groups.values() if isinstance(groups, dict) else ()
-    found = (group.get("weights") for group in given if isinstance(group, dict))
-    return [weights for weights in found if isinstance(weights, dict)]
+    groups = groups if isinstance(groups, dict) else {}
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    return [one for one in weights if isinstance(one, dict)]
 
 
 def has_floats(config: Mapping[str, Any]) -> bool:
-    """Whether a config group stores weights in floats of fewer bits, beside integers or alone."""
+    """Whether a config group stores weights in low-precision floats."""
     return any(weights.get("type") == "float" for weights in _all_weights(config))
 
 
@@ -225,51 +200,47 @@ def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor scales the key-value cache, and config.json has a scheme for that."""
     content = stated_quantization(config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
-    stated = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
-    return stated and CACHE_SCALE.fullmatch(name) is not None
+    has_scheme = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
+    return has_scheme and CACHE_SCALE.fullmatch(name) is not None
 
 
 def weights_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Mapping[str, Any]:
-    """The `weights` part of the group of integers that a packed module is a target of; else as `weights_of`."""
+    """The `weights` of the integer group that targets a packed module, else as `weights_of`."""
     group = group_of(groups, module)
     return group.weights if group is not None and group.kind == "packs" else weights_of(config)
 
 
 def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts of a weight packed by these `weights` of a group.
-
-    Source: compressed-tensors `pack_quantized/base.py`.
-    """
-    zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
-    order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
-    return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
+    """The parts of a weight packed by these `weights` of a group (compressed-tensors `pack_quantized/base.py`)."""
+    zero_point = (part_names.WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
+    order = (part_names.WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
+    return (part_names.WEIGHT_PACKED, part_names.WEIGHT_SCALE, part_names.WEIGHT_SHAPE, *zero_point, *order)
 
 
 def _packed(
     shapes: Mapping[str, Shape | None], names: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
-    """Replaces every weight that is stored packed by its parts, and adds the scales of weights in floats."""
-    integers = weights_of(config).get("type", "float") == "int"
+    """Replaces the name of every quantized weight by those of its parts."""
     floats = None
-    with suppress(CkptkitError):  # a format that is not read
+    with suppress(CkptkitError):  # an unsupported format
         floats = floats_of(config)
-    floats = floats or (None if integers and not has_floats(config) else _UNREAD)
-    # In a format that is not read, any tensor of a module but its bias may be a part of the weight.
+    if floats is None and (weights_of(config).get("type") != "int" or has_floats(config)):
+        floats = _UNREAD
+    # In an unsupported format, any tensor of a module except its bias may be a part of the weight.
     parts = ((name, *name.rpartition(".")) for name in (names if floats is _UNREAD else ()))
-    beside = by_key((module, name) for name, module, _, leaf in parts if leaf != "bias")
+    siblings = by_key((module, name) for name, module, _, leaf in parts if leaf != "bias")
     groups: tuple[Group, ...] = ()
-    with suppress(CkptkitError):  # CK302 says what is wrong with them
+    with suppress(CkptkitError):  # CK302 reports them
         groups = groups_of(config)
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
-            result |= found | dict.fromkeys(beside.get(module, ()))
-        elif any(one != name for one in beside.get(module, ())):
-            result |= dict.fromkeys(beside[module])
-        elif module + PACKED in names:
-            for part in packed_parts(weights_in(config, groups, module)):
-                result[f"{module}.{part}"] = None
+            result |= found | dict.fromkeys(siblings.get(module, ()))
+        elif any(one != name for one in siblings.get(module, ())):
+            result |= dict.fromkeys(siblings[module])
+        elif module + part_names.PACKED in names:
+            result |= {f"{module}.{part}": None for part in packed_parts(weights_in(config, groups, module))}
         else:
             result[name] = shape
     return result
@@ -278,24 +249,21 @@ def _packed(
 def _float_parts(
     name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]
 ) -> dict[str, Shape | None] | None:
-    """The parts that are stored of a weight in floats; None where none is. What is missing or misshapen is CK303's."""
+    """The stored parts of a weight in floats, or None without any. CK303 reports missing and misshapen parts."""
     for layout in floats.layouts:
         codes = name + layout.codes
         endings = (*layout.scales, *([layout.second] if layout.second else []), *layout.inputs)
-        beside = [part for ending in endings if (part := layout.beside(name, ending)) in names]
-        if codes in names and (layout.codes or beside):
+        scales = [part for ending in endings if (part := layout.beside(name, ending)) in names]
+        if codes in names and (layout.codes or scales):
             spec = names[codes]
-            whole = not isinstance(spec, TensorSpec) or (layout.number == E4M3 and not layout.codes)
-            packed = isinstance(spec, TensorSpec) and spec.dtype in ("uint8", "int8")
-            return {codes: shape if whole and not packed else None} | dict.fromkeys(beside)
+            is_plain = spec.dtype not in ("uint8", "int8") if isinstance(spec, TensorSpec) else True
+            has_shape = not isinstance(spec, TensorSpec) or (layout.number == E4M3 and not layout.codes)
+            return {codes: shape if has_shape and is_plain else None} | dict.fromkeys(scales)
     return None
 
 
 def refuse_stated(subject: Subject) -> None:
-    """Raises UnsupportedError where config.json or names of layers are of a kind that ckptkit does not read.
-
-    A config that is missing or broken names none; CK101 reports it.
-    """
+    """Raises UnsupportedError if ckptkit does not read such a config.json or such layer names."""
     try:
         config = subject.hf_files.config
         refuse_stated_format(config, subject.path)
@@ -309,8 +277,8 @@ def refuse_stated(subject: Subject) -> None:
             raise UnsupportedError(error.message, error.hint) from error
 
 
-def usable_config(subject: Subject) -> Mapping[str, Any] | None:
-    """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
+def config_or_none(subject: Subject) -> Mapping[str, Any] | None:
+    """As `config_of`, or None if the config is missing, broken or unsupported, which CK101 reports."""
     try:
         return config_of(subject)
     except (CkptkitError, NotApplicable, CannotCheck):
@@ -318,7 +286,7 @@ def usable_config(subject: Subject) -> Mapping[str, Any] | None:
 
 
 def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
-    """As `config_of`, or another reader, but raises CannotCheck where CK101 reports the config."""
+    """The config as `read` returns it. Raises CannotCheck if CK101 reports it."""
     try:
         return read(subject)
     except CkptkitError as error:
@@ -326,20 +294,20 @@ def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]
 
 
 def tied_head_of(subject: Subject) -> tuple[str, str] | None:
-    """Names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
-    config = usable_config(subject)
+    """Names of a tied output layer and of its embedding, or None."""
+    config = config_or_none(subject)
     return tied_head(config) if config else None
 
 
 def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """HF names of state that must stay float32, such as a router's selection bias."""
+    """HF names of tensors that must stay float32, such as a router's selection bias."""
     rules = rules_of(config) if config else ()
     return frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
 
 
 def model_of(subject: Subject) -> str | None:
-    """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
+    """The model type and its number of layers, or None if the config is not usable, which CK101 reports."""
     with suppress(CkptkitError, NotApplicable, CannotCheck):
-        config = stated_config_of(subject)
+        config = raw_config_of(subject)
         return f"{config.get('model_type')}, {dims_of(config).layers} layers"
     return None

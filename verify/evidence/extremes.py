@@ -14,24 +14,24 @@ from ckptkit.storage.buffers import bytes_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE_BYTES = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
-_SMALL = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
+_PIECE_BYTES = 1 << 20  # bytes that stay in a core's cache over several computations
+_SMALL = 1 << 16  # elements up to which bits are inspected one by one: router biases, not matrices
 _SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """What one tensor holds."""
+    """Measurements of one tensor."""
 
     digest: bytes  # BLAKE3 of its bytes
     nbytes: int
-    finite: bool  # whether every element is
+    finite: bool  # whether every element is finite
     low: float
     high: float
-    rms: float  # root mean square; 0 of integers
-    zero_rows: int  # rows of nothing but zeros
+    rms: float  # root mean square; 0 for integers
+    zero_rows: int  # rows of zeros only
     rows: int
-    coarse: bool = False  # whether it is a small float32 tensor whose values are all exact in bfloat16
+    coarse: bool = False  # whether it is a small float32 tensor with only values that are exact in bfloat16
 
     @property
     def constant(self) -> bool:
@@ -40,17 +40,15 @@ class Extremes:
 
     @property
     def denormal(self) -> bool:
-        """Whether it holds numbers other than zero, but none of 2**-126 or more, where float32 loses precision."""
+        """Whether all numbers are below 2**-126, where float32 loses precision, and some are not zero."""
         return 0 < max(abs(self.low), abs(self.high)) < _SMALLEST_NORMAL
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The same of some rows."""
-
     low: float
     high: float
-    squares: float  # their sum
+    squares: float  # the sum of squares
     zero_rows: int
 
 
@@ -59,27 +57,24 @@ def digest_of(tensor: Tensor) -> bytes:
     return blake3(bytes_of(tensor)).digest()
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
+def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors agree in dtype, shape and every bit (NaN equals NaN, 0.0 differs from -0.0)."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
+    if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
+        return a.dtype == b.dtype and a.shape == b.shape
     # memcmp reads at the speed of memory and lets other threads run; torch.equal does neither for every dtype.
-    compare = ctypes.CDLL(None).memcmp
-    return (
-        not one.numel()
-        or compare(ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr()), ctypes.c_size_t(one.nbytes)) == 0
-    )
+    pointers = ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr())
+    return bool(ctypes.CDLL(None).memcmp(*pointers, ctypes.c_size_t(a.nbytes)) == 0)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width: equal where all bits are."""
+    """The same memory as integers of the same width, which are equal if all bits are."""
     import torch
 
     return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def extremes(tensor: Tensor) -> Extremes:
-    """Digest and extremes of a contiguous tensor. Rows are those of the first axis; a tensor of one axis is one row."""
+    """Measures a contiguous tensor. Rows are those of the first axis; a vector is one row."""
     import torch
 
     if not tensor.numel():
@@ -92,19 +87,19 @@ def extremes(tensor: Tensor) -> Extremes:
 
 
 def rows_at_once(nbytes: int) -> int:
-    """How many rows, of so many bytes each, are measured together. What is rounded depends on it."""
+    """The number of rows of `nbytes` bytes that are summed together, on which rounding depends."""
     return max(1, _PIECE_BYTES // nbytes)
 
 
 class Measurement:
-    """Measures a tensor whose rows come by, [rows, width] at a time: multiples of `rows_at_once`, but for the last."""
+    """Measures a tensor in pieces [rows, width]: multiples of `rows_at_once`, except for the last."""
 
     def __init__(self) -> None:
         self._digest, self._pieces = blake3(), list[_Piece]()
         self._nbytes, self._rows, self._numel = 0, 0, 0
 
     def add(self, rows: Tensor) -> None:
-        """Takes the next rows."""
+        """Measures the next rows."""
         import torch
 
         for piece in torch.split(rows, rows_at_once(rows.shape[1] * rows.element_size())):
@@ -115,7 +110,7 @@ class Measurement:
         self._numel += rows.numel()
 
     def result(self) -> Extremes:
-        """Of all rows."""
+        """The extremes of all rows."""
         low, high = min(piece.low for piece in self._pieces), max(piece.high for piece in self._pieces)
         finite = all(math.isfinite(one) for piece in self._pieces for one in (piece.low, piece.high))
         rms = math.sqrt(sum(piece.squares for piece in self._pieces) / self._numel) if finite else math.nan

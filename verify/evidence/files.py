@@ -1,8 +1,4 @@
-"""Reads the files of a directory, however broken: of HF every fault becomes data; Megatron's torch_dist in part.
-
-`ckptkit.formats.hf.reader` refuses a broken directory at its first fault; here all of them are listed, and the names
-in a truncated shard are known. No weight is read.
-"""
+"""Reads headers and metadata of broken checkpoints: lists all faults that `ckptkit.formats.hf.reader` stops at."""
 
 from __future__ import annotations
 
@@ -32,13 +28,13 @@ from ckptkit.verify.evidence.folding import by_key
 
 @dataclass(frozen=True)
 class HfFiles:
-    """Everything that the files of an HF directory say. `index` maps names to files; None without a usable index."""
+    """The files of an HF directory."""
 
     root: Path
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """`config.json`. Raises CkptkitError when it is missing or no JSON object."""
+        """`config.json`. Raises CkptkitError if it is missing or not a JSON object."""
         return read_config(self.root)
 
     @cached_property
@@ -52,7 +48,7 @@ class HfFiles:
 
     @cached_property
     def index(self) -> Mapping[str, str] | None:
-        """The index's names and files, less the entries that are not usable."""
+        """The file of each name by the index's usable entries, or None without a usable index."""
         weight_map = self._index[0].get("weight_map")
         if not isinstance(weight_map, dict):
             return None
@@ -64,10 +60,7 @@ class HfFiles:
 
     @cached_property
     def index_issues(self) -> tuple[Issue, ...]:
-        """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory.
-
-        Links that lead nowhere are in `dangling`.
-        """
+        """Faults of the index: unreadable, absent, no weight_map, or entries outside the directory."""
         if INDEX in self.dangling:
             return ()
         content, issues = self._index
@@ -79,59 +72,56 @@ class HfFiles:
                 return ()
             inside = sorted(path.name for path in self.root.iterdir() if path.is_file())
             more = f" and {len(inside) - 5} more" if inside[5:] else ""
-            instead = f"not there, nor {SINGLE}; {len(shards)} other .safetensors file(s)"
-            instead = instead if shards else f"no weights: only {', '.join(inside[:5])}{more}"
-            return (Issue(f"{INDEX}, or a single {SINGLE}", instead),)
+            actual = f"not there, nor {SINGLE}; {len(shards)} other .safetensors file(s)"
+            actual = actual if shards else f"no weights: only {', '.join(inside[:5])}{more}"
+            return (Issue(f"{INDEX}, or a single {SINGLE}", actual),)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             actual = "an empty one" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
             return (Issue("a weight_map of names to files", actual),)
-        return tuple(
-            Issue("a file of this directory", shortened(weight_map[name]), names=(name,))
-            for name in weight_map
-            if name not in (self.index or {})
-        )
+        outside = (name for name in weight_map if name not in (self.index or {}))
+        return tuple(Issue("a file of this directory", shortened(weight_map[one]), names=(one,)) for one in outside)
 
     @cached_property
     def total_size(self) -> Any:
-        """The index's `metadata.total_size`; None where it says none."""
+        """The index's `metadata.total_size`, or None."""
         metadata = self._index[0].get("metadata")
         return metadata.get("total_size") if isinstance(metadata, dict) else None
 
     @cached_property
     def dangling(self) -> Mapping[str, str]:
-        """Links of the directory that lead nowhere, with their targets."""
+        """Dangling links of the directory, with their targets."""
         return dangling_in(self.root)
 
     @cached_property
     def present(self) -> tuple[Path, ...]:
-        """Every .safetensors file that is there."""
+        """Every .safetensors file of the directory."""
         return tuple(sorted(self.root.glob("*.safetensors")))
 
     @cached_property
-    def wanted(self) -> tuple[str, ...]:
-        """The files that a loader opens: those of the index, or the single one, or (with no usable index) all."""
+    def loader_files(self) -> tuple[str, ...]:
+        """The files that a loader opens: those of the index, else the single one, else all."""
         if self.index is not None:
             return tuple(sorted(set(self.index.values())))
         return (SINGLE,) if (self.root / SINGLE).exists() else tuple(path.name for path in self.present)
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Files that a loader would open and that are not there, or links that lead nowhere."""
-        return tuple(file for file in self.wanted if not (self.root / file).exists())
+        """Files that a loader opens and that are missing or dangling links."""
+        return tuple(file for file in self.loader_files if not (self.root / file).exists())
 
     @cached_property
     def orphans(self) -> tuple[str, ...]:
-        """Weight files that nothing refers to."""
-        return tuple(path.name for path in self.present if path.name not in self.wanted)
+        """Weight files that no loader opens."""
+        return tuple(path.name for path in self.present if path.name not in self.loader_files)
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """The headers of the files that a loader opens and that are there."""
-        return {file: self.scan(file) for file in self.wanted if file not in self.missing}
+        """The headers of the existing files that a loader opens."""
+        return {file: self.scan(file) for file in self.loader_files if file not in self.missing}
 
     def scan(self, file: str) -> Shard:
-        """The header of any file of the directory, such as one that the index does not name."""
+        """The header of any file of the directory."""
         try:
             return scan_shard(self.root / file)
         except OSError as error:
@@ -139,33 +129,29 @@ class HfFiles:
 
     @cached_property
     def checkpoint(self) -> HfCheckpoint:
-        """The same directory, to be read. Raises CkptkitError unless it is sound."""
+        """The directory opened for reading. Raises CkptkitError unless it is sound."""
         return HfCheckpoint(self.root, self.shards)
 
     @cached_property
     def unknown(self) -> frozenset[str]:
-        """Names that the index puts into files whose header cannot be read: they may well be there."""
-        closed = {file for file in self.wanted if file in self.missing or not self.shards[file].readable}
+        """Names that the index puts into missing files or files with an unreadable header."""
+        closed = {file for file in self.loader_files if file in self.missing or not self.shards[file].readable}
         return frozenset(name for name, file in (self.index or {}).items() if file in closed)
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor of every readable header."""
-        found: dict[str, TensorSpec] = {}
-        for shard in self.shards.values():
-            found.update(shard.specs)
-        return found
+        return {name: spec for shard in self.shards.values() for name, spec in shard.specs.items()}
 
     def stretch(self, name: str, element: int) -> FileExtent | None:
-        """The bytes of a tensor from an element on; None where no readable header has it."""
-        named = self.shards.get((self.index or {}).get(name, ""))  # the one that the index names first
-        likely = (*filter(None, [named]), *self.shards.values())
-        shard = next((one for one in likely if name in one.specs), None)
-        return None if shard is None else shard.stretch(name, element)
+        """The bytes of a tensor from an element on, or None if no readable header has it."""
+        named = self.shards.get((self.index or {}).get(name, ""))
+        shards = (*filter(None, [named]), *self.shards.values())
+        return next((shard.stretch(name, element) for shard in shards if name in shard.specs), None)
 
     @cached_property
-    def twice(self) -> Mapping[str, list[str]]:
-        """Tensors that stand in several files, with those files."""
+    def duplicates(self) -> Mapping[str, list[str]]:
+        """Tensors that are in several files, with those files."""
         if sum(len(shard.specs) for shard in self.shards.values()) == len(self.specs):
             return {}
         homes = by_key((name, file) for file, shard in self.shards.items() for name in shard.specs)
@@ -173,7 +159,7 @@ class HfFiles:
 
 
 class LenientTorchDist(TorchDistCheckpoint):
-    """Names and shapes of the global tensors in `.metadata`, opened even where chunks do not tile."""
+    """Names and shapes of the global tensors in `.metadata`, even if chunks do not tile."""
 
     def __init__(self, path: Path, metadata: StoredMetadata, hf: Path | None) -> None:
         self.path = path
@@ -184,41 +170,35 @@ class LenientTorchDist(TorchDistCheckpoint):
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """Everything that the files of a Megatron directory say."""
+    """The files of a Megatron directory."""
 
-    root: Path  # what the user gave: the directory with the tracker, or one iteration
+    root: Path  # as the user gave it: the directory with the tracker, or one iteration
     hf: Path | None
 
     @cached_property
     def weights(self) -> Path:
-        """The directory with the weights. Raises CkptkitError when the tracker names none that exists."""
+        """The directory with the weights. Raises CkptkitError if the tracker names none that exists."""
         return iteration_of(self.root)
 
     @cached_property
     def metadata(self) -> StoredMetadata:
-        """What `.metadata` says. Raises CkptkitError when it cannot be read."""
+        """The contents of `.metadata`. Raises CkptkitError if it cannot be read."""
         return read_metadata(self.weights)
 
     @cached_property
     def opened(self) -> LenientTorchDist:
-        """Names and shapes of the global tensors.
-
-        Raises CkptkitError when `.metadata` cannot be read, UnsupportedError where it is not of torch_dist.
-        """
+        """The global tensors. Raises as `metadata`, and UnsupportedError if the format is not torch_dist."""
         refuse_plain_dcp(self.weights, self.metadata.keys, self.metadata.by_torch)
         return LenientTorchDist(self.weights, self.metadata, self.hf)
 
     @cached_property
     def hybrid(self) -> bool:
-        """Whether the tensors are those of a HybridModel. Raises as `opened`."""
+        """Whether the model is a HybridModel. Raises as `opened`."""
         return is_hybrid(self.opened.specs)
 
     @cached_property
     def readable(self) -> bool:
-        """Whether `.metadata` can be read at all; CK111 says why when it cannot.
-
-        Raises UnsupportedError for a distributed checkpoint in another format.
-        """
+        """Whether `.metadata` can be read; else CK111 reports it. Raises UnsupportedError for another format."""
         try:
             self.opened  # noqa: B018 - a cached property that raises
         except UnsupportedError:
@@ -229,10 +209,7 @@ class MegatronFiles:
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """The stored training arguments, of Megatron-LM or as a run's YAML comes to; empty when there are none.
-
-        Raises CkptkitError when they cannot be read.
-        """
+        """Training arguments, of Megatron-LM or of a run's YAML; may be empty. Raises CkptkitError if unreadable."""
         args = self.opened.common.get("args")
         if args is None:
             return stored_args(self.weights, {})
@@ -245,16 +222,15 @@ class MegatronFiles:
 
     @property
     def args_file(self) -> Path:
-        """The file that the training arguments stand in. Raises as `opened`."""
+        """The file with the training arguments. Raises as `opened`."""
         return args_file(self.weights, self.opened.common.get("args") is not None)
 
     @cached_property
     def blobs(self) -> Mapping[Path, Mapping[tuple[int, int], tuple[str, ...]]]:
-        """For every file, the (offset, length) ranges that keys are stored in, in file order; aliases share a range."""
+        """For every file, the keys of each range (offset, length), in file order; aliases share a range."""
         found: dict[Path, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
         stored = [(key, chunk.blob) for key, tensor in self.metadata.tensors.items() for chunk in tensor.chunks]
         for key, blob in (*stored, *self.metadata.objects.items()):
             found[blob.path][blob.offset, blob.length].append(key)
-        return {
-            path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in sorted(found.items())
-        }
+        files = sorted(found.items())
+        return {path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in files}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from ckptkit.core.specs import ranges
@@ -11,21 +12,20 @@ from ckptkit.core.specs import ranges
 K = TypeVar("K")
 V = TypeVar("V")
 LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)*layers\.(\d+)\.")
-# Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo,
-# DeepSeek-V4.
+# Multi-token prediction layers with numbers of their own: Megatron and Qwen, MiMo, DeepSeek-V4.
 MTP_LAYER = re.compile(r"(?:mtp\.layers|model\.mtp_layers|mtp)\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d+)\.")  # of a routed expert, in HF and in Megatron
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the decoder layer that a tensor belongs to; None outside the layers."""
+    """The number of the decoder layer of a tensor, or None outside the layers."""
     match = LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def layers_of(names: Iterable[str]) -> list[int]:
-    """The numbers of the layers that these tensors belong to, each once, in order."""
+    """The sorted numbers of the layers of these tensors."""
     return sorted({layer for name in names if (layer := layer_of(name)) is not None})
 
 
@@ -34,14 +34,13 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def parts_apart(one: str, other: str) -> int:
-    """How many dotted parts of two names differ."""
-    left, right = one.split("."), other.split(".")
-    return sum(a != b for a, b in zip(left, right, strict=False)) + abs(len(left) - len(right))
+def count_differing_parts(a: str, b: str) -> int:
+    """The number of dotted parts that differ between two names."""
+    return sum(left != right for left, right in zip_longest(a.split("."), b.split(".")))
 
 
 def group_by_pattern(names: Iterable[str]) -> Iterable[list[str]]:
-    """Names that differ in layer and expert numbers only, together."""
+    """Groups names that differ in layer and expert numbers only."""
     groups: dict[str, list[str]] = {}
     patterns: dict[str, str] = {}  # of modules, since a packed weight has three names or more
     for name in names:
@@ -54,10 +53,10 @@ def group_by_pattern(names: Iterable[str]) -> Iterable[list[str]]:
 
 def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """The values of each key, both in order."""
-    found: dict[K, list[V]] = {}
+    values: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        values.setdefault(key, []).append(value)
+    return values
 
 
 def chunk_ranges(chunks: Sequence[Sequence[int]]) -> str:

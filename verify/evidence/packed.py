@@ -1,4 +1,4 @@
-"""Reads what an HF checkpoint says of its packed INT4 weights: format, shapes of parts, and values of scales."""
+"""Reads the packed INT4 weights of an HF checkpoint: format, shapes of parts, and values of scales."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.quant.formats import part_names
 from ckptkit.quant.formats.groups import Group
-from ckptkit.quant.formats.part_names import (
-    SCALE,
-    SHAPE,
-    WEIGHT_G_IDX,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-    packed_in,
-)
 from ckptkit.quant.formats.scheme import EXPERTS_ZERO_POINTS
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.both_sides import threads
@@ -27,10 +18,10 @@ from ckptkit.verify.evidence.expected import weights_in, weights_of
 
 @dataclass(frozen=True)
 class Int4Format:
-    """What `quantization_config` says of the packed weights."""
+    """The format of packed weights by `quantization_config`."""
 
     bits: int
-    group: int | None  # weights that share a scale; None: a whole row
+    group: int | None  # weights that share a scale, or None for a row
     symmetric: bool
     sglang_experts: bool = False  # zero points of routed experts are stored as SGLang reads them
 
@@ -40,28 +31,28 @@ class Int4Format:
         return f"INT{self.bits}, " + ("one scale a row" if self.group is None else f"groups of {self.group}")
 
     def groups(self, columns: int) -> int:
-        """Scales a row of `columns` weights has."""
+        """The number of scales in a row of `columns` weights."""
         return 1 if self.group is None else -(-columns // self.group)
 
     def words(self, columns: int) -> int:
-        """int32 words that a row of `columns` weights takes."""
+        """The number of int32 words in a row of `columns` weights."""
         return -(-columns * self.bits // 32)
 
 
 def int4_format_of(config: Mapping[str, Any]) -> Int4Format | None:
-    """The format of the first group of INT4; None when `quantization_config` describes no packed integer weights."""
+    """The format of the first integer group, or None without packed integers."""
     return int4_format(weights_of(config))
 
 
 def int4_format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Int4Format:
-    """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
+    """The format of a packed module, by the group that targets it, else by the first integer group."""
     form = int4_format(weights_in(config, groups, module)) or int4_format_of(config)
     assert form is not None
     return form
 
 
 def int4_format(weights: Mapping[str, Any]) -> Int4Format | None:
-    """The format of a group's `weights`; None where these are not packed integers."""
+    """The format of a group's `weights`, or None if they are not packed integers."""
     bits, size = weights.get("num_bits"), weights.get("group_size")
     if not isinstance(bits, int) or weights.get("type", "int") != "int":
         return None
@@ -71,14 +62,14 @@ def int4_format(weights: Mapping[str, Any]) -> Int4Format | None:
 
 
 def observer_kwargs(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the `weights` of a config group say of how they were quantized; empty where they say nothing."""
-    stated = weights.get("observer_kwargs")
-    return stated if isinstance(stated, Mapping) else {}
+    """The settings of the quantizer in the `weights` of a config group; may be empty."""
+    settings = weights.get("observer_kwargs")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the scale of one module holds."""
+    """The scale of one module."""
 
     module: str
     values: int
@@ -86,33 +77,32 @@ class Scale:
     zero: int
     negative: int
     median: float | None  # of the sizes of finite values other than zero
-    shape: tuple[int, ...] | None  # what its weight_shape says
+    shape: tuple[int, ...] | None  # by its weight_shape
     nbytes: int  # read
 
 
 @once
 def read_scales(subject: Subject) -> list[Scale]:
-    """Every scale of the checkpoint with the weight_shape beside it, in order. Raises CkptkitError."""
+    """Every scale of the checkpoint with its weight_shape, in order. Raises CkptkitError."""
     checkpoint = subject.checkpoint
-    modules = list(packed_in(checkpoint.specs))
-    largest = max((spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(SCALE)), default=0)
-    # Several threads of torch's own would wait for one another at every small step, on a busy machine for minutes.
-    with threads(largest) as pool:
-        return list(pool.map(partial(_scale, checkpoint), modules))
+    sizes = [spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(part_names.SCALE)]
+    # torch's own threads would wait for one another at every small step, on a busy machine for minutes.
+    with threads(max(sizes, default=0)) as pool:
+        return list(pool.map(partial(_scale, checkpoint), part_names.packed_in(checkpoint.specs)))
 
 
 def _scale(checkpoint: Checkpoint, module: str) -> Scale:
-    parts = [module + SCALE, module + SHAPE]
-    found = checkpoint.read([part for part in parts if part in checkpoint.specs])
-    scale, shape = found.get(parts[0]), found.get(parts[1])
-    nbytes = sum(tensor.nbytes for tensor in found.values())
-    stated = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
+    names = [module + part_names.SCALE, module + part_names.SHAPE]
+    tensors = checkpoint.read([name for name in names if name in checkpoint.specs])
+    scale, sizes = map(tensors.get, names)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    shape = None if sizes is None else tuple(map(int, sizes.flatten().tolist()))
     if scale is None:
-        return Scale(module, 0, 0, 0, 0, None, stated, nbytes)
+        return Scale(module, 0, 0, 0, 0, None, shape, nbytes)
     good = scale[scale.isfinite() & (scale != 0)].float().abs()
-    wrong, zero, negative = (int(found.sum()) for found in (~scale.isfinite(), scale == 0, scale < 0))
-    middle = float(good.median()) if good.numel() else None
-    return Scale(module, scale.numel(), wrong, zero, negative, middle, stated, nbytes)
+    wrong, zero, negative = (int(mask.sum()) for mask in (~scale.isfinite(), scale == 0, scale < 0))
+    median = float(good.median()) if good.numel() else None
+    return Scale(module, scale.numel(), wrong, zero, negative, median, shape, nbytes)
 
 
 def part_shapes(
@@ -120,17 +110,18 @@ def part_shapes(
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Shape and permitted dtypes of each part of a [rows, columns] weight.
 
-    Source: compressed-tensors `pack_quantized/base.py`.
-
-    Zero points of routed experts may be stored as SGLang reads them (`ckptkit.quant.formats.packing`).
+    Source: compressed-tensors `pack_quantized/base.py`; for SGLang's zero points `ckptkit.quant.formats.packing`.
     """
     rows, columns = shape
     groups = form.groups(columns)
-    turned = form.sglang_experts and ".experts." in module
+    is_transposed = form.sglang_experts and ".experts." in module
     return {
-        WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
-        WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
-        WEIGHT_SHAPE: ((2,), ("int64", "int32")),
-        WEIGHT_ZERO_POINT: ((groups, form.words(rows)) if turned else (form.words(rows), groups), ("int32",)),
-        WEIGHT_G_IDX: ((columns,), ("int32",)),
+        part_names.WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
+        part_names.WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
+        part_names.WEIGHT_SHAPE: ((2,), ("int64", "int32")),
+        part_names.WEIGHT_ZERO_POINT: (
+            (groups, form.words(rows)) if is_transposed else (form.words(rows), groups),
+            ("int32",),
+        ),
+        part_names.WEIGHT_G_IDX: ((columns,), ("int32",)),
     }

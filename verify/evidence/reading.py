@@ -1,7 +1,4 @@
-"""Reads all the bytes of a checkpoint and its source in one pass, with few tensors in memory: threads, or Ray.
-
-The same pass hashes whole files, where the model hub's client has recorded the hash of what it downloaded.
-"""
+"""Reads a checkpoint and its source in one pass, by threads or on Ray, and hashes files with a recorded hash."""
 
 from __future__ import annotations
 
@@ -50,15 +47,15 @@ class Values:
     """The outcome of the pass. With a source, names are HF names with one tensor an expert, else those on disk."""
 
     stats: dict[str, Extremes] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)  # and why
+    unreadable: dict[str, str] = field(default_factory=dict)  # with the reason
     differences: dict[str, TensorDiff] = field(default_factory=dict)
-    compared: dict[str, int] = field(default_factory=dict)  # bytes of each tensor that the source has too
+    compared: dict[str, int] = field(default_factory=dict)  # bytes of each tensor that the source also has
     only_source: list[str] = field(default_factory=list)
     only_here: list[str] = field(default_factory=list)
     source_names: dict[bytes, str] = field(default_factory=dict)  # by digest
 
     def add(self, part: Values) -> None:
-        """Takes in what was found of other tensors."""
+        """Merges the outcome for other tensors."""
         self.stats |= part.stats
         self.unreadable |= part.unreadable
         self.differences |= part.differences
@@ -67,25 +64,16 @@ class Values:
 
 
 def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint as a view under HF names, with one tensor an expert and the tensors that are only carried.
-
-    `release` are the names to compare with: tensors that it repeats are repeated. Raises CkptkitError where the config
-    does not fit.
-    """
+    """The checkpoint under HF names, with one tensor an expert and repetitions of `release`. Raises CkptkitError."""
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return as_release(checkpoint, locate(where).root, release, fused=False)
-    return (
-        View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
-        if is_fused(checkpoint.specs)
-        else checkpoint
-    )
+    if is_fused(checkpoint.specs):
+        return View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
+    return checkpoint
 
 
 def sides(subject: Subject, stored: bool, opened: Checkpoint | None = None) -> tuple[Checkpoint, Checkpoint | None]:
-    """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk.
-
-    opened: the checkpoint, where it was opened for the purpose.
-    """
+    """The checkpoint (or `opened`) and its source under HF names; if `stored`, only the checkpoint as on disk."""
     checkpoint, source = opened or subject.checkpoint, None if stored else subject.source
     if source is None:
         return (checkpoint if stored or subject.is_megatron else as_hf_view(checkpoint, subject.path)), None
@@ -93,13 +81,13 @@ def sides(subject: Subject, stored: bool, opened: Checkpoint | None = None) -> t
 
 
 def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
-    """The source as `as_hf_view` shows it. Raises ValueError where there is none."""
+    """The source under HF names, as `as_hf_view`. Raises ValueError without a source."""
     if subject.source is None:
         raise ValueError("there is no source")
     return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
-def look(sides: BothSides, names: Sequence[str]) -> Values:
+def compare_group(sides: BothSides, names: Sequence[str]) -> Values:
     """Measures these tensors, which are read together, and compares them with the source's."""
     values = Values()
     for both in sides.read([name for name in names if name in sides.a.specs], values.unreadable):
@@ -111,19 +99,19 @@ def look(sides: BothSides, names: Sequence[str]) -> Values:
             values.source_names[stats.digest] = both.name
         elif both.a is not None and both.b is not None:
             values.source_names[digest_of(both.b)] = both.name
-            # The source is cast first: rounding alone is not a difference.
+            # The source is cast first: rounding is not a difference.
             values.differences[both.name] = compare(both.name, both.a, both.b, both.a.dtype)
     return values
 
 
 @once
 def read_values(subject: Subject) -> Values:
-    """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
+    """Reads everything once. With a source, both sides are read under HF names and compared."""
     return _pass(subject, stored=False)
 
 
 def stored_values(subject: Subject) -> Values:
-    """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
+    """As `read_values`, but under names on disk and without the source. Does not read again if the names agree."""
     fused = subject.is_hf and is_fused(subject.checkpoint.specs)
     if not fused and (subject.is_hf or subject.source_path is None):
         return read_values(subject)
@@ -132,41 +120,35 @@ def stored_values(subject: Subject) -> Values:
 
 @once
 def downloads(subject: Subject) -> Mapping[str, Download]:
-    """What the model hub's client has recorded of the files of an HF directory, by relative name."""
+    """The records of the model hub's client for the files of an HF directory, by relative name."""
     return downloads_in(subject.path) if subject.is_hf else {}
 
 
 @once
 def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
-    """The files to compare with such a record: those of weights that loaders open, and those beside weights.
-
-    Those of weights are hashed as their tensors are read.
-    """
+    """The recorded weight files that loaders open, hashed as tensors are read, and the other recorded files."""
     shards = subject.hf_files.shards if subject.is_hf else {}
+    begins = {name: min(shard.offsets.values(), default=0) for name, shard in shards.items()}
     return {
-        name: FileHash(
-            subject.path / name, record.digest, min(shards[name].offsets.values(), default=0) if name in shards else 0
-        )
+        name: FileHash(subject.path / name, record.digest, begins.get(name, 0))
         for name, record in downloads(subject).items()
         if name in (*shards, INDEX) or not is_weight(name)
     }
 
 
 class _Hashed(HfCheckpoint):
-    """An HF directory whose files are hashed as its tensors are read."""
-
     def __init__(self, files: HfFiles, hashes: Mapping[str, FileHash]) -> None:
         super().__init__(files.root, files.shards)
         self._hashes = hashes
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
-        found = super().read(names, reader)
-        for name, tensor in found.items():
+        tensors = super().read(names, reader)
+        for name, tensor in tensors.items():
             shard = self._shard_of[name]
             if (hashed := self._hashes.get(shard.path.name)) is not None:
-                # What lies in the memory of a reader does not stay there.
+                # A reader reuses its memory.
                 hashed.add(shard.offsets[name], tensor if reader is None else tensor.clone())
-        return found
+        return tensors
 
     def is_streamable(self, name: str) -> bool:
         """Pieces of a tensor are not hashed."""
@@ -174,10 +156,8 @@ class _Hashed(HfCheckpoint):
 
 
 def alternating(homes: Sequence[object], width: int) -> list[int]:
-    """Numbers of `homes` in an order that goes through `width` of the homes at a time, each from its first to its last.
-
-    A file is hashed from its beginning to its end, by one thread at a time.
-    """
+    """Orders the indices of `homes` so that `width` homes alternate, each from its first index to its last."""
+    # A file is hashed from its beginning to its end, by one thread at a time.
     queues: dict[object, deque[int]] = {}
     for number, home in enumerate(homes):
         queues.setdefault(home, deque()).append(number)
@@ -200,55 +180,52 @@ def _pass(subject: Subject, stored: bool) -> Values:
     checkpoint, source = sides(subject, stored, hashed)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
-    homes = [
-        next((one.path for one in byte_ranges_of(checkpoint, names)), None) if hashes else None for names in groups
-    ]
-    order = alternating(homes, os.cpu_count() or 1)
+    ranges = (byte_ranges_of(checkpoint, names) if hashes else () for names in groups)
+    order = alternating([next((one.path for one in some), None) for some in ranges], os.cpu_count() or 1)
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
         values.only_here = [name for name in specs if name not in source.specs]
+    done = []
     with (
         progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
         _parts(subject, stored, BothSides(checkpoint, source), [groups[number] for number in order]) as parts,
     ):
-        found = []
         for part in parts:
-            found.append(part)
+            done.append(part)
             advance(sum(stats.nbytes for stats in part.stats.values()))
-    # A task on a cluster looks at several groups, which come in their order; only threads hash, in another.
+    # A task on a cluster compares several groups in order; only threads hash, in another order.
     if hashes:
-        found = [part for _, part in sorted(zip(order, found, strict=True), key=itemgetter(0))]
-    for part in found:
+        done = [part for _, part in sorted(zip(order, done, strict=True), key=itemgetter(0))]
+    for part in done:
         values.add(part)
     return values
 
 
 @contextmanager
 def _parts(subject: Subject, stored: bool, sides: BothSides, groups: Groups) -> Iterator[Iterator[Values]]:
-    """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
     if subject.options.ray is not None:
         with closing(parts_on_ray(subject, stored, sides.a, groups)) as parts:
             yield parts
         return
     with threads(sides.largest(groups), SPARE) as pool:
-        yield pool.map(partial(look, sides), groups)
+        yield pool.map(partial(compare_group, sides), groups)
 
 
 @dataclass(frozen=True)
 class TaskInput:
-    """What every task of a pass is given; paths are those of `Subject`."""
+    """The input of every task of a pass; paths are those of `Subject`."""
 
     path: Path
     source_path: Path | None
     hf_path: Path | None
     stored: bool  # whether names are those on disk
-    files: str  # fingerprint of both sides, which the task's node must see too
+    files: str  # fingerprint of both sides on the coordinator
 
 
 def parts_on_ray(
     subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
 ) -> Generator[Values, None, None]:
-    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
+    """The outcome of each task, in the order of `groups`. Raises CkptkitError as `outcomes`, and if nodes differ."""
     # Workers run in another directory.
     source, hf = (path and path.absolute() for path in (subject.source_path, subject.hf_path))
     task = TaskInput(subject.path.absolute(), source, hf, stored, _files(subject))
@@ -265,18 +242,17 @@ def parts_on_ray(
 
 
 def look_at(task: TaskInput, names: Sequence[str]) -> Values:
-    """Looks at whole groups, on this node. Raises CkptkitError when it does not see the coordinator's files."""
+    """Compares complete groups on this node. Raises CkptkitError if it does not see the coordinator's files."""
     both, groups = _open_sides(task)
-    wanted, found = set(names), Values()
+    requested, values = set(names), Values()
     for group in groups:
-        if group[0] in wanted:
-            found.add(look(both, group))
-    return found
+        if group[0] in requested:
+            values.add(compare_group(both, group))
+    return values
 
 
 @lru_cache(maxsize=1)
 def _open_sides(task: TaskInput) -> tuple[BothSides, Groups]:
-    """Both sides, opened once a process."""
     if _files(task) != task.files:
         also = f" or {task.source_path}" if task.source_path else ""
         raise CkptkitError(

@@ -1,45 +1,42 @@
-"""Measures how far packed INT4 weights are off their source, unpacked here and not by what packs them.
+"""Measures the error of packed INT4 weights against their source, without the code that packs them.
 
 The bound on the error of a rounded weight, in steps (one step is the scale of its group):
-- Inside the grid rounding is to the nearest code, so the error is at most 1/2.
-- At the clamped end. qmax7 has scale absmax/7, so nothing is clamped. minmax has scale absmax/7.5 and codes -8..7: the
-  largest positive weight stands at 7.5 and becomes 7, again 1/2; the largest negative one, at -7.5, becomes -8 or -7.
-- Rounding on the way, with u the unit roundoff of the dtype that the quantizer computes and stores scales in (2^-8 for
-  bfloat16). A rounded scale puts the end of the grid up to 7.5 u further out. A quotient weight/scale below 8 is
-  rounded by up to half its spacing, 4 u. Together below 12 u.
-- Clipping. A search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself: a weight may stand up to
+- Inside the grid rounding is to the nearest code: at most 1/2.
+- At the end of the grid: qmax7 has scale absmax/7 and clamps nothing. minmax has scale absmax/7.5 and codes -8..7: the
+  largest positive weight, at 7.5, becomes 7, again 1/2; the largest negative one, at -7.5, becomes -8 or -7.
+- Rounding of intermediate values, with u the unit roundoff of the quantizer's dtype (2^-8 for bfloat16): a rounded
+  scale moves the end of the grid by up to 7.5 u, and a quotient weight/scale below 8 is rounded by up to half its
+  spacing, 4 u. Together below 12 u.
+- Clipping: a search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself, so a weight may be
   7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
-- Asymmetric grids. Range and scale are each rounded: 30 u at the end of 15 steps. The quotient, below 16, takes 8 u,
-  its sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u more. Together 48 u.
+- Asymmetric grids: range and scale are each rounded, 30 u at the end of 15 steps. The quotient, below 16, adds 8 u,
+  its sum with the zero point 4 u, the quotient that the zero point is rounded from at most 6 u. Together 48 u.
 
-Negative scales, as AutoRound's symmetric grid has them: scale = -(the weight of largest size) / 8, so that this one is
-always -8, and one of the other sign, at up to 8, becomes 7. AutoRound also learns the rounding (it adds up to 1/2 to
-the quotient, so a weight inside the grid is up to 1 step off) and the ends of each range, which in its 200 steps of at
-most 1/200 shrink to no less than about half: a weight beyond the end of the codes may stand at up to 16, 9 steps from
-the last code. Roundings of a quotient below 16 are twice those above. Source: AutoRound `quant_tensor_sym`, `wrapper`.
+AutoRound's symmetric grid has negative scales: scale = -(the weight of largest size) / 8, so that this weight is -8,
+and one of the other sign, at up to 8, becomes 7. AutoRound also learns the rounding (it adds up to 1/2 to the quotient:
+up to 1 step inside the grid) and the ends of each range, which in its 200 steps of at most 1/200 shrink to no less than
+about half: a weight beyond the codes may be at 16, 9 steps from the last code. Roundings of a quotient below 16 are
+twice those above. Source: AutoRound `quant_tensor_sym`, `wrapper`.
 
-A step that is too large hides behind this bound, so where config.json names the grid the scale itself is compared too:
-absmax/7 (qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times on the way.
+This bound permits a step that is too large. So if config.json names the grid, the scale is compared too: absmax/7
+(qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times.
 
-GPTQ does not round to nearest: it moves a weight by several steps to make up for the errors of other columns. Its
-output is known by `actorder`, the order of columns, in config.json. What holds there is that a row stays near its
-source: rounding to 4 bits moves it by about a tenth of its norm, GPTQ by up to a fifth where there is little
-calibration data (`tests/interop/test_llm_compressor.py`); a row of another weight, nibbles in another order or a zero
-point of another group move it by more than its norm.
+GPTQ, known by `actorder` in config.json, moves a weight by several steps to compensate errors of other columns. A row
+stays near its source: rounding to 4 bits moves it by about a tenth of its norm, GPTQ with little calibration data by up
+to a fifth (`tests/interop/test_llm_compressor.py`). A row of another weight, nibbles in another order or a zero point
+of another group move it by more than its norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.converters.planner import expected_hf
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
-from ckptkit.core.specs import TensorSpec
-from ckptkit.quant.formats.groups import Group, groups_of
+from ckptkit.quant.formats.groups import groups_of
 from ckptkit.quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from ckptkit.quant.formats.scheme import BITS, KEPT_SCALES
 from ckptkit.verify.core.subject import Subject, once
@@ -52,35 +49,31 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The code, as a number, that the largest weight of a group stands at before it is rounded.
-_END_CODE = {"qmax7": 7.0, "minmax": 7.5}
+_END_CODE = {"qmax7": 7.0, "minmax": 7.5}  # the largest weight of a group, in steps
 _MIN_SCALE = 1e-4
-# The smallest part of a group's range that a search keeps (`ckptkit.quant.formats.grids`).
-_MIN_RANGE = 0.81
-# How many steps further off than others a weight may be that stands beyond the codes of AutoRound's grid.
-_CLIPPED_STEPS = 8.0
-# The largest distance of a row that GPTQ rounded from its source, as a part of its norm.
-_GPTQ_LIMIT = 0.5
+_MIN_RANGE = 0.81  # the smallest part of a group's range that a search keeps (`ckptkit.quant.formats.grids`)
+_CLIPPED_STEPS = 8.0  # additional error of weights beyond the codes of AutoRound's grid
+_GPTQ_LIMIT = 0.5  # distance of a GPTQ row from its source, as a part of its norm
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far one packed weight is off its source, and how far it may be."""
+    """The error of one packed weight, and the permitted one."""
 
     steps: float  # the largest error, in quantization steps
     limit: float  # the largest error of correct rounding, in steps
     scale_off: float  # relative difference of the worst scale from the grid that config.json names
     nbytes: int  # of its parts
-    distance: float | None = None  # of the worst row, as a part of its norm; None where GPTQ did not round
+    distance: float | None = None  # of the worst row, as a part of its norm; only for GPTQ
 
     @property
     def failed(self) -> bool:
-        """Whether it is too far off, NaN included."""
+        """Whether the error is too large or NaN."""
         return not (self.steps <= self.limit if self.distance is None else self.distance <= _GPTQ_LIMIT)
 
     @property
     def words(self) -> tuple[str, str]:
-        """How far off it may be, and how far it is, for people."""
+        """The permitted and the actual error, for people."""
         if self.distance is None:
             return f"at most {self.limit:.3f} quantization steps off", f"up to {self.steps:.3g} quantization steps off"
         return f"rows within {_GPTQ_LIMIT:.0%} of their norm", f"a row {self.distance:.0%} off"
@@ -88,48 +81,43 @@ class Rounding:
 
 @once
 def rounding_of(subject: Subject) -> dict[str, Rounding]:
-    """How far every packed weight with sound parts is off the source, by the HF name of the plain weight.
-
-    The checkpoint must be packed, in a known format, and its source must not be. Raises CkptkitError where one of the
-    two cannot be read.
-    """
-    config, specs = config_of(subject), subject.checkpoint.specs
+    """The error of every packed weight with valid parts and a plain source, by HF name. Raises CkptkitError."""
+    config, checkpoint = config_of(subject), subject.checkpoint
     if int4_format_of(config) is None or subject.source is None:
         return {}
-    source, groups = source_as_hf(subject), groups_of(config)
-    shapes = expected_hf(config)
-    modules = {module for module in packed_in(specs) if _fits(module, specs, config, groups, shapes)}
-    # A source of another size is another model, which CK702 says.
-    packed = {
-        name
-        for name, spec in source.specs.items()
-        if name.removesuffix(".weight") in modules and spec.shape == shapes[name]
-    }
-    together = [names for group in source.groups if (names := [name for name in group if name in packed])]
-    sizes = [sum(source.specs[name].nbytes for name in names) for names in together]
-    look = partial(_look, subject.checkpoint, source, groups, config)
-    found: dict[str, Rounding] = {}
+    source, groups, shapes = source_as_hf(subject), groups_of(config), expected_hf(config)
+
+    def parts_of(module: str) -> list[str]:
+        return [f"{module}.{part}" for part in packed_parts(weights_in(config, groups, module))]
+
+    def is_valid(module: str) -> bool:  # otherwise CK104 or CK303 reports the parts
+        shape = shapes.get(f"{module}.weight")
+        if shape is None or len(shape) != 2:
+            return False
+        expected = part_shapes(int4_format_in(config, groups, module), shape, module)
+        parts = [(checkpoint.specs.get(name), *expected[name.rpartition(".")[2]]) for name in parts_of(module)]
+        return all(spec is not None and spec.shape == size and spec.dtype in dtypes for spec, size, dtypes in parts)
+
+    def measure(names: Sequence[str]) -> dict[str, Rounding]:
+        rounding = {}
+        for name, original in source.read(names).items():
+            module = name.removesuffix(".weight")
+            parts, form = checkpoint.read(parts_of(module)), int4_format_in(config, groups, module)
+            rounding[name] = _rounding(parts, module, form, original, config)
+        return rounding
+
+    modules = set(filter(is_valid, packed_in(checkpoint.specs)))
+    # CK702 reports a source of another size.
+    named = ((name, spec) for name, spec in source.specs.items() if name.removesuffix(".weight") in modules)
+    packed = {name for name, spec in named if spec.shape == shapes[name]}
+    read_together = [names for group in source.groups if (names := [name for name in group if name in packed])]
+    sizes = [sum(source.specs[name].nbytes for name in names) for names in read_together]
+    rounding: dict[str, Rounding] = {}
     with progress("comparing INT4", sum(sizes)) as advance, threads(max(sizes, default=0)) as pool:
-        for nbytes, part in zip(sizes, pool.map(look, together), strict=True):
+        for nbytes, part in zip(sizes, pool.map(measure, read_together), strict=True):
             advance(nbytes)
-            found |= part
-    return found
-
-
-def _look(
-    checkpoint: Checkpoint,
-    source: Checkpoint,
-    groups: Sequence[Group],
-    config: Mapping[str, Any],
-    names: Sequence[str],
-) -> dict[str, Rounding]:
-    found = {}
-    for name, original in source.read(names).items():
-        module = name.removesuffix(".weight")
-        form = int4_format_in(config, groups, module)
-        parts = checkpoint.read([f"{module}.{part}" for part in packed_parts(weights_in(config, groups, module))])
-        found[name] = _rounding(parts, module, form, original, config)
-    return found
+            rounding |= part
+    return rounding
 
 
 def _rounding(
@@ -150,41 +138,24 @@ def _rounding(
     )
 
 
-def _fits(
-    module: str,
-    specs: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    groups: Sequence[Group],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> bool:
-    """Whether all parts are there with the right shapes; where not, CK104 or CK303 has said so."""
-    shape = shapes.get(f"{module}.weight")
-    if shape is None or len(shape) != 2:
-        return False
-    wanted = part_shapes(int4_format_in(config, groups, module), shape, module)
-    parts = packed_parts(weights_in(config, groups, module))
-    found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in parts]
-    return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)
-
-
 @dataclass(frozen=True)
 class GroupDistances:
-    """How far the groups of a weight are off their source: float32 [rows, groups] each."""
+    """The errors of the groups of a weight: float32 [rows, groups] each."""
 
     scale: Tensor
     steps: Tensor  # the largest distance of a weight, in steps of its group
     largest: Tensor  # the largest weight of the source
-    errors: Tensor  # the sum of squared distances; 0 unless they were asked for
-    squares: Tensor  # the sum of squared weights of the source; as `errors`
+    errors: Tensor  # the sum of squared distances, if requested
+    squares: Tensor  # the sum of squared weights of the source, if requested
 
     @property
     def worst_steps(self) -> float:
-        """Of all groups, but for those whose scale is zero or not finite, which CK304 names."""
+        """The maximum over groups with a finite nonzero scale; CK304 reports other scales."""
         return _largest(self.steps[self.scale.isfinite() & (self.scale != 0)])
 
     @property
     def worst_row(self) -> float:
-        """The largest distance of a row, as a part of its norm; rows of zeros are left out."""
+        """The largest distance of a row, as a part of its norm, without rows of zeros."""
         norms = self.squares.sum(dim=1).sqrt()
         return _largest((self.errors.sum(dim=1).sqrt() / norms)[norms > 0])
 
@@ -201,10 +172,7 @@ def group_distances(
     signed: bool = False,
     squared: bool = False,
 ) -> GroupDistances:
-    """Compares the parts of a module with `original` [rows, columns], in one loop without temporary arrays.
-
-    `signed`: as AutoRound rounds; `_CLIPPED_STEPS` is then taken off the distance of weights beyond the last code.
-    """
+    """Compares the parts of a module with `original` [rows, columns]; `signed` as in AutoRound, with _CLIPPED_STEPS."""
     import torch
 
     from ckptkit.quant.kernels.cpu import KINDS
@@ -216,19 +184,18 @@ def group_distances(
     words, in_pairs = parts[module + PACKED].contiguous(), form.bits == 4 and width % 2 == columns % 2 == 0
     codes = words.view(torch.uint8) if in_pairs else _codes(words, form.bits, original.shape).contiguous()
     zeros = _zero_points(parts, module, form, rows).float().contiguous()
-    found = torch.zeros(4, rows, scale.shape[1])
+    results = torch.zeros(4, rows, scale.shape[1])
     measure = _kernel(original.dtype, in_pairs, signed, squared)
-    measure(*(one.numpy() for one in (bits_of(original), codes, scale, zeros, found)), width)
-    return GroupDistances(scale, *found)
+    measure(*(tensor.numpy() for tensor in (bits_of(original), codes, scale, zeros, results)), width)
+    return GroupDistances(scale, *results)
 
 
 @cache
 def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) -> Callable[..., None]:
-    """The function `measure(weights, codes, scales, zeros, found, width)`, which fills `found` as `GroupDistances`.
+    """The function `measure(weights, codes, scales, zeros, results, width)`, which fills `results` as `GroupDistances`.
 
-    Weights are the bits of their floats [rows, columns], codes int8 [rows, columns], or uint8 with two each `in_pairs`;
-    a group is `width` columns. Numbers are float32 and rounded at each step. The largest is found among their bits,
-    which order as the numbers do, with NaN above infinity.
+    Weights are the bits of floats [rows, columns]; codes are int8 [rows, columns], or uint8 with two each `in_pairs`; a
+    group is `width` columns. Numbers are float32. Their bits have the same order, with NaN above infinity.
     """
     import numpy as np
 
@@ -251,7 +218,7 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
 
     added = inlined(add)
 
-    def measure(weights: Any, codes: Any, scales: Any, zeros: Any, found: Any, width: int) -> None:
+    def measure(weights: Any, codes: Any, scales: Any, zeros: Any, results: Any, width: int) -> None:
         for row in range(scales.shape[0]):
             for group in range(scales.shape[1]):
                 begin, end = group * width, min(group * width + width, weights.shape[1])
@@ -265,21 +232,20 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
                         sums = added(sums, f32(pairs[at] & 15) - f32(8), from_bits(some[2 * at], kind), scale, zero)
                     else:
                         sums = added(sums, f32(pairs[at]), from_bits(some[at], kind), scale, zero)
-                found[0, row, group], found[1, row, group] = i32(sums[0]).view(f32), i32(sums[1]).view(f32)
-                found[2, row, group], found[3, row, group] = sums[2], sums[3]
+                results[0, row, group], results[1, row, group] = i32(sums[0]).view(f32), i32(sums[1]).view(f32)
+                results[2, row, group], results[3, row, group] = sums[2], sums[3]
 
     return compiled(measure)
 
 
 def _zero_points(parts: Mapping[str, Tensor], module: str, form: Int4Format, rows: int) -> Tensor:
-    """What is taken off the codes of each group, [rows, groups]."""
     import torch
 
     groups = parts[module + SCALE].shape[1]
     if form.symmetric:
         return torch.zeros(rows, groups)
     stored = parts[module + ZERO_POINT]
-    if not _is_turned(form, module):
+    if not (form.sglang_experts and ".experts." in module):
         return _codes(stored.T, form.bits, (groups, rows)).T
     # The rows of each word are in AWQ's order. Source: SGLang `moe_awq_to_marlin_zero_points`.
     words = _codes(stored, form.bits, (groups, rows)).reshape(groups, -1, 8)
@@ -287,34 +253,24 @@ def _zero_points(parts: Mapping[str, Tensor], module: str, form: Int4Format, row
 
 
 def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
-    """int8 [rows, columns] of `shape`, from int32 words along the rows; of 4 bits eight a word, the lowest first, each
-    plus 8. Source: compressed-tensors `pack_to_int32`. Other widths are unpacked by compressed-tensors.
-    """
+    """Unpacks int32 words along the rows to int8 [rows, columns] of `shape`."""
     import torch
 
     if bits != 4:
-        # Brings transformers with it, which takes longer to import than a small checkpoint to compare.
+        # Imports transformers, which takes longer than the comparison of a small checkpoint.
         from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-        found: Tensor = unpack_from_int32(words, bits, torch.Size(shape))
-        return found
+        codes: Tensor = unpack_from_int32(words, bits, torch.Size(shape))
+        return codes
+    # A word has eight codes, each plus 8, the lowest first. Source: compressed-tensors `pack_to_int32`.
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : shape[1]].view(torch.int8) - 8
-
-
-def _is_turned(form: Int4Format, module: str) -> bool:
-    """Whether zero points are [groups, words of rows], as SGLang reads those of experts."""
-    return form.sglang_experts and ".experts." in module
 
 
 def bound_in_steps(
     dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False, bits: int = BITS
 ) -> float:
-    """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`.
-
-    `signed`: some scales are negative, and what `_CLIPPED_STEPS` allows is already taken off. Of more `bits` the codes
-    are larger, and so is all that is a part of them.
-    """
+    """The largest error of a correctly rounded weight, in steps, with scales in `dtype`; `signed` as in AutoRound."""
     import torch
 
     unit_roundoff, wider = torch.finfo(dtype).eps / 2, 2.0 ** (bits - BITS)
@@ -325,17 +281,17 @@ def bound_in_steps(
 
 
 def is_searched(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that scales were searched for, and so clip the largest weights."""
+    """Whether scales were searched for, by config.json, and so clip the largest weights."""
     return bool(observer_kwargs(weights_of(config)).get("search", "none") != "none")
 
 
 def is_gptq(config: Mapping[str, Any]) -> bool:
-    """Whether config.json names an order of columns, which GPTQ alone has."""
+    """Whether config.json names an order of columns, which only GPTQ has."""
     return weights_of(config).get("actorder") not in (None, False)
 
 
 def keeps_scales(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that some scales were kept from a checkpoint on another grid."""
+    """Whether some scales were kept from a checkpoint on another grid, by config.json."""
     return observer_kwargs(weights_of(config)).get(KEPT_SCALES) is True
 
 
@@ -345,7 +301,7 @@ def names_grid(config: Mapping[str, Any]) -> bool:
 
 
 def grid_of(config: Mapping[str, Any]) -> str | None:
-    """The symmetric grid of all scales; None where config.json names none, or scales were searched for or kept."""
+    """The symmetric grid of all scales by config.json, or None if it is unknown or scales were searched for or kept."""
     weights = weights_of(config)
     if not names_grid(config) or is_searched(config) or weights.get("symmetric", True) is False:
         return None
@@ -353,16 +309,14 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
 
 
 def scale_off(scale: Tensor, largest: Tensor, dtype: torch.dtype, grid: str) -> float:
-    """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
+    """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it.
 
-    `largest`: the largest weight of each group, of a source in `dtype`. A few roundings to the dtypes of weights and
-    scales are allowed for. Left out are groups so small that the grid's floor decides, and those whose scale is not a
-    positive number, of which CK304 speaks.
+    `largest`: the largest weight of each group, of a source in `dtype`. CK304 reports scales that are not positive.
     """
     import torch
 
-    wanted = largest / _END_CODE[grid]
+    expected = largest / _END_CODE[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(dtype).eps)
-    counted = (wanted > _MIN_SCALE) & scale.isfinite() & (scale > 0)
-    worst = _largest(((scale.float() - wanted).abs() / wanted)[counted])
+    counted = (expected > _MIN_SCALE) & scale.isfinite() & (scale > 0)
+    worst = _largest(((scale.float() - expected).abs() / expected)[counted])
     return worst if worst > allowed else 0.0

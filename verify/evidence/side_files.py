@@ -1,4 +1,4 @@
-"""Reads the files beside the weights of an HF directory: config, generation_config, tokenizer and chat template."""
+"""Reads the files next to the weights of an HF directory: config, generation_config, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from os.path import lexists  # a link to nothing is a file that cannot be read
+from itertools import chain
+from os.path import lexists  # a dangling link is a file that cannot be read
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 VOCABULARY, MERGES, VOCABULARY_LINES = "vocab.json", "merges.txt", "vocab.txt"
 SETTINGS_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS)  # of a tokenizer, without a token
 _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
-# What holds a vocabulary, or is code that does. transformers makes a tokenizer of no words of the settings alone.
+# Files with a vocabulary. From settings only, transformers makes an empty tokenizer.
 _VOCABULARY_FILES = (TOKENIZER, "tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 _TOKENIZER_CODE = "tokenization_*.py"
 PROCESSOR_CONFIG = "processor_config.json"
@@ -34,25 +35,19 @@ _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of one HF directory. Absent ones are empty; one that is not a JSON object raises CkptkitError.
-
-    `within`: the checkpoint that the directory is part of, if it is.
-    """
+    """The files of one HF directory. Absent files are empty. Raises CkptkitError for one that is not a JSON object."""
 
     root: Path
-    within: Path | None = None
+    within: Path | None = None  # the checkpoint that contains the directory
 
     @classmethod
     def of(cls, place: Location) -> SideFiles:
-        """Those of an HF directory, or of what is kept next to a Megatron iteration."""
+        """The files of an HF directory, or of the one next to a Megatron iteration."""
         return cls(place.path) if place.is_hf else cls(place.root / "hf", place.root)
 
     @cached_property
     def loaded(self) -> Set[str]:
-        """The files, at any depth, that loaders read, besides weights and their index; links to nothing too.
-
-        Raises CkptkitError as `files_below`.
-        """
+        """The files that loaders read besides weights and index, at any depth. Raises CkptkitError as `files_below`."""
         names = files_below(self.root, self.within)
         return {str(name) for name in names if is_loaded(name) and not is_weight(name.name)}
 
@@ -78,23 +73,23 @@ class SideFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer is there, of whatever kind; its settings (tokenizer_config.json) alone are none."""
+        """Whether there is a tokenizer of any kind; settings (tokenizer_config.json) are not enough."""
         return any(next(self.root.glob(pattern), None) for pattern in (*_VOCABULARY_FILES, _TOKENIZER_CODE))
 
     @cached_property
     def tokenizer_files(self) -> Sequence[str]:
-        """Names of the files of the tokenizer without its code, those with a vocabulary first."""
+        """Names of the tokenizer's files except code, those with a vocabulary first."""
         patterns = (*_VOCABULARY_FILES, MERGES, ADDED_TOKENS, *SETTINGS_FILES)
         paths = [path for pattern in patterns for path in sorted(self.root.glob(pattern))]
         return list(dict.fromkeys(path.name for path in paths if not path.is_dir() or path.name in LOADED))
 
     @cached_property
     def merges(self) -> Sequence[tuple[str, ...]]:
-        """The merges of a BPE tokenizer in order; empty where no file has them."""
+        """The merges of a BPE tokenizer in order; may be empty."""
         model = self.tokenizer.get("model")
-        stated = model.get("merges") if isinstance(model, Mapping) else None
-        if isinstance(stated, list):
-            return [tuple(map(str, one)) if isinstance(one, list) else tuple(str(one).split(" ")) for one in stated]
+        merges = model.get("merges") if isinstance(model, Mapping) else None
+        if isinstance(merges, list):
+            return [tuple(map(str, one)) if isinstance(one, list) else tuple(str(one).split(" ")) for one in merges]
         return self.merges_in(MERGES)
 
     def merges_in(self, file: str) -> Sequence[tuple[str, ...]]:
@@ -108,43 +103,43 @@ class SideFiles:
 
     @property
     def reads_vocabulary(self) -> bool:
-        """Whether a file with every token can be read here."""
+        """Whether ckptkit can read a file with every token."""
         return any(file in self.vocabularies for file in (TOKENIZER, VOCABULARY, _TIKTOKEN))
 
     @cached_property
     def added_tokens(self) -> Sequence[str]:
-        """The tokens that are added to the vocabulary, by tokenizer.json and by tokenizer_config.json."""
+        """The tokens that tokenizer.json and tokenizer_config.json add to the vocabulary."""
         both = [*_objects(self.tokenizer.get("added_tokens")), *self._added_by_config.values()]
         return list(dict.fromkeys(str(one["content"]) for one in both if "content" in one))
 
     @property
     def _added_by_config(self) -> Mapping[str, Mapping[str, Any]]:
-        """The tokens that tokenizer_config.json adds, by their ids as text."""
+        """The tokens that tokenizer_config.json adds, by id."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
         pairs = decoder.items() if isinstance(decoder, Mapping) else ()
         return {number: one for number, one in pairs if isinstance(one, Mapping) and "content" in one}
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether a file is there from which token ids can be read."""
+        """Whether there is a file with token ids."""
         files = (TOKENIZER, VOCABULARY, _TIKTOKEN)
         return any(lexists(self.root / file) for file in files) or bool(self.vocabularies)
 
     @cached_property
     def vocabularies(self) -> Mapping[str, Mapping[str, int]]:
-        """Token -> id, by the file that says so. Raises CkptkitError for a file that is not as tokenizers write it."""
-        found = {file: ids for file, ids in self._vocabularies() if ids}
-        for file, ids in found.items():
+        """Token -> id, by file. Raises CkptkitError for a file in another format."""
+        vocabularies = {file: ids for file, ids in self._vocabularies() if ids}
+        for file, ids in vocabularies.items():
             if odd := next((token for token, number in ids.items() if type(number) is not int), None):
                 raise CkptkitError(
                     f"{self.root / file}: the id of {odd!r} is {ids[odd]!r}, not a whole number",
                     "copy the tokenizer from the release",
                 )
-        return found
+        return vocabularies
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        """Token -> id over all files; the first that says it counts."""
+        """Token -> id over all files; the first file with a token counts."""
         return {token: number for ids in reversed(list(self.vocabularies.values())) for token, number in ids.items()}
 
     def _vocabularies(self) -> Iterator[tuple[str, Mapping[str, int]]]:
@@ -163,7 +158,7 @@ class SideFiles:
         yield _TIKTOKEN, self._tiktoken()
 
     def _tiktoken(self) -> Mapping[str, int]:
-        """Ranks of a tiktoken file: one line a token, its bytes in base64 and its rank. Tokens stand here in base64."""
+        """Ranks of a tiktoken file by token in base64; a line has both."""
         path = self.root / _TIKTOKEN
         if not lexists(path):
             return {}
@@ -174,7 +169,7 @@ class SideFiles:
 
     @cached_property
     def templates(self) -> Mapping[str, str]:
-        """Chat templates by name, `default` for the only one, of the place that transformers prefers."""
+        """Chat templates by name, from the file that transformers prefers; an unnamed one is `default`."""
         first = next((file for file, name, _ in self.template_places if name == "default"), None)
         return {
             name: text
@@ -187,33 +182,31 @@ class SideFiles:
         """File, name and text of each chat template, in the order in which transformers prefers the files."""
         files = sorted((self.root / ADDITIONAL_TEMPLATES).glob("*.jinja"))
         named = [(f"{ADDITIONAL_TEMPLATES}/{path.name}", path.stem, _text(path)) for path in files]
-        own = [(_TEMPLATE, "default", _text(self.root / _TEMPLATE))] if lexists(self.root / _TEMPLATE) else []
-        inline = [
-            (file, self.json(file).get("chat_template"))
-            for file in (_TEMPLATE_JSON, TOKENIZER_CONFIG, PROCESSOR_CONFIG)
-        ]
-        return [*own, *named, *(place for file, content in inline for place in _inline(file, content))]
+        default = [(_TEMPLATE, "default", _text(self.root / _TEMPLATE))] if lexists(self.root / _TEMPLATE) else []
+        json_files = (_TEMPLATE_JSON, TOKENIZER_CONFIG, PROCESSOR_CONFIG)
+        inline = (_inline(file, self.json(file).get("chat_template")) for file in json_files)
+        return [*default, *named, *chain.from_iterable(inline)]
 
     def file_of_token(self, token: str) -> str:
         """The file that gives a token its id."""
         return next(file for file, ids in self.vocabularies.items() if token in ids)
 
     def special(self, kind: str) -> str | None:
-        """The text of the tokenizer's `eos`, `pad`, `bos` or `unk` token; None where it says none."""
+        """The text of the tokenizer's `eos`, `pad`, `bos` or `unk` token, or None."""
         return next(filter(None, (self.special_in(file, kind) for file in SETTINGS_FILES)), None)
 
     def special_in(self, file: str, kind: str) -> str | None:
-        """The same as one of the files with settings says it."""
+        """The text of a special token by one of the files with settings, or None."""
         token = self.json(file).get(f"{kind}_token")
         text = token.get("content") if isinstance(token, Mapping) else token
         return text if isinstance(text, str) else None
 
     def json(self, file: str) -> Mapping[str, Any]:
-        """The JSON object in a file; empty where it is absent."""
+        """The JSON object in a file; empty if it is absent."""
         return read_json(self.root / file) if lexists(self.root / file) else {}
 
     def lines(self, file: str) -> Sequence[str]:
-        """The lines of a file; empty where it is absent."""
+        """The lines of a file; empty if it is absent."""
         text = _text(self.root / file) if lexists(self.root / file) else ""
         return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
@@ -238,7 +231,7 @@ def _objects(content: Any) -> list[Mapping[str, Any]]:
 
 
 def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
-    """The templates of a JSON file: one text, or several by name."""
+    """File, name and text of each template of a JSON file: one text, or several by name."""
     if isinstance(content, Mapping):
         return [(file, str(name), str(text)) for name, text in content.items()]
     if isinstance(content, list):
@@ -248,26 +241,26 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class SideDifference:
-    """What differs between a checkpoint and the one that it is compared with."""
+    """A difference between a checkpoint and the one that it is compared with."""
 
-    file: str  # of the checkpoint, relative to its directory: holds what differs, or should
-    what: str  # in the other one, that this one should have: "pre_tokenizer"
+    file: str  # of the checkpoint, relative to its directory, with the difference
+    what: str  # expected, by the other checkpoint: "pre_tokenizer"
     words: str  # "pre_tokenizer is Whitespace but Split in the source; 'a b' is [1, 2] but [3]"
     severity: Severity = "error"
     count: int = 1
-    source: str | None = None  # the file of the other one that has it, where that is another file
-    is_presentation: bool = False  # of how a text is put together or shown: no text has other ids
+    source: str | None = None  # the file of the other checkpoint, if it has another name
+    is_presentation: bool = False  # whether every text keeps its token ids
 
 
 def show(value: Any) -> str:
-    """A JSON value in the words of a difference."""
+    """A JSON value for a message."""
     return "missing" if value is None else shortened(value)
 
 
-def of_keys(
+def setting_differences(
     file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
 ) -> Iterator[SideDifference]:
-    """The difference of settings, each with its values here and there; none without any. `before`: the first words."""
+    """Yields one difference for settings, given with both values, if there are any; `before` begins its text."""
     if pairs:
         first = list(pairs)[:5]
         listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in first]

@@ -1,4 +1,4 @@
-"""A report as a file: JSON, Markdown, JUnit, SARIF or an HTML page, told by the ending of the file's name."""
+"""Writes a report as JSON, Markdown, JUnit, SARIF or HTML, by the suffix of the file's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.storage.write import write_whole
 from ckptkit.verify.core.report import Report
 
 __all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
-# How a report of each format begins; `page.html` says it in a <meta>.
+# The first bytes of a report in each format; `page.html` has them in a <meta>.
 _BEGINNINGS = {
     ".json": re.compile(rb'\{\s*"schema":\s*"ckptkit-report/'),
     ".md": re.compile(rb"# ckptkit: (PASSED|FAILED|INCONCLUSIVE)\b"),
@@ -27,7 +27,7 @@ _READ = 4096  # bytes at the beginning of a file
 
 def report_text(report: Report, ending: str) -> str:
     """The report in the format of one of `FORMATS`."""
-    # Imported here so that the command line can ask for the endings without importing every check.
+    # Imported here so that the command line can import FORMATS without every check.
     from ckptkit.verify.reports import html, junit, markdown, sarif
 
     if ending == ".json":
@@ -37,36 +37,30 @@ def report_text(report: Report, ending: str) -> str:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes the report in the format that the ending of `path` says. A reader sees the file whole or not at all.
-
-    Raises CkptkitError where `fault_of` says why not, since something else may have come there meanwhile, and OSError.
-    """
+    """Writes the report atomically, in the format of the suffix. Raises OSError, and CkptkitError as `fault_of`."""
     if (fault := fault_of(path)) is not None:
         raise CkptkitError(fault, "name another file for the report")
     write_whole(path, report_text(report, path.suffix))
 
 
 def fault_of(path: Path) -> str | None:
-    """Why no report can be written to `path`, asked before any work is done; None when one can.
-
-    Raises OSError where the path cannot be looked at.
-    """
+    """The reason why no report can be written to `path`, or None. Raises OSError."""
     parent = path.absolute().parent
     if path.suffix not in _BEGINNINGS:
         return f"{path}: must end in one of {', '.join(FORMATS)}"
     if path.is_dir():
         return f"{path}: is a directory"
     if not parent.is_dir():
-        return f"{path}: must be in a directory that is there"
+        return f"{path}: must be in an existing directory"
     if path.name in {*LOADED, MANIFEST}:
-        return f"{path}: is a name that loaders read; name the report otherwise"
+        return f"{path}: is a name that loaders read; give the report another name"
     if path.exists() and not _is_report(path):
-        return f"{path}: is there and is not a {path.suffix} report of ckptkit, so it is not replaced"
+        return f"{path}: exists and is not a {path.suffix} report of ckptkit, so it is not replaced"
     return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a file is a report of ckptkit in the format of its ending, or empty. Follows links."""
+    """Whether a file is empty or a report of ckptkit in the format of its suffix."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from ckptkit.verify.core.report import Finding, anchors
 if TYPE_CHECKING:
     from ckptkit.verify.evidence.reading import Values
 
-# Layers for multi-token prediction are numbered from 0 again. At most four digits: one of an untrusted file may claim a
-# billion layers.
+# Multi-token prediction layers are numbered from 0 again. At most four digits: an untrusted name may claim a billion
+# layers.
 _LAYER = re.compile(
     r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
     r"(?:(?<=^mtp\.)|layers\.)(?P<layer>[0-9]{1,4})\.(?P<tail>.+)"
@@ -25,8 +26,8 @@ _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 _CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.", "attn.", "ffn.")
 _EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d{1,5})\.")
-_EXTRA_STATE = "._extra_state"  # objects of Megatron's that hold no weights
-_LINKS = 10  # findings that a cell names
+_EXTRA_STATE = "._extra_state"  # Megatron's objects without weights
+_LINKS = 10  # findings of a cell
 
 OUTSIDE = "outside layers"
 
@@ -36,7 +37,7 @@ Heat = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """One tensor that was read: its largest error, absolute or in quantization steps, and whether it is wrong."""
+    """The largest error of a tensor, absolute or in quantization steps, and whether the tensor is wrong."""
 
     error: float | None = None
     steps: float | None = None
@@ -60,10 +61,9 @@ class _Cell:
         self.steps = _larger(self.steps, one.steps)
         if one.failed:
             self.wrong.add(name)
-        self.see_expert(name, one.failed)
+        self.add_expert(name, one.failed)
 
-    def see_expert(self, name: str, wrong: bool) -> None:
-        """Counts the expert that a tensor is of, if it is of one."""
+    def add_expert(self, name: str, wrong: bool) -> None:
         if match := _EXPERT.search(name):
             (self.wrong_experts if wrong else self.experts).add(int(match[1]))
 
@@ -73,27 +73,23 @@ class _Cell:
             self.findings.append(anchor)
 
     def to_json(self) -> dict[str, Any]:
-        failed = max(len(self.wrong), int(self.blamed))
-        cell = {
+        cell: dict[str, Any] = {
             "tensors": len(self.names),
             "max_error": self.error,
             "max_steps": self.steps,
-            "failed": failed,
+            "failed": max(len(self.wrong), int(self.blamed)),
             "findings": self.findings,
         }
-        if not (self.experts or self.wrong_experts):
-            return cell
-        wrong = ranges(self.wrong_experts) if self.wrong_experts else None
-        return cell | {"experts": 1 + max(self.experts | self.wrong_experts), "failed_experts": wrong}
+        if experts := self.experts | self.wrong_experts:
+            wrong = ranges(self.wrong_experts) if self.wrong_experts else None
+            cell |= {"experts": 1 + max(experts), "failed_experts": wrong}
+        return cell
 
 
-def of_values(
+def measured_values(
     values: Values, rounded: Collection[str] = (), *, is_trained: bool = False
 ) -> Iterator[tuple[str, Measured]]:
-    """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference.
-
-    `rounded`: weights whose difference from the source is for CK305 to judge. `is_trained`: values may differ.
-    """
+    """Yields the outcome of CK2xx for each tensor. CK305 judges `rounded` weights; trained values may differ."""
     for name in values.unreadable:
         yield name, Measured(failed=True)
     for name, stats in values.stats.items():
@@ -106,24 +102,23 @@ def of_values(
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
     """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
-    Cells of experts also have `experts`, their number, and `failed_experts`, which of them are wrong.
-
     `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
-    `failed` counts tensors known to be wrong, and is at least 1 where a finding of severity error names the cell.
+    `failed` counts wrong tensors, and is at least 1 if a finding of severity error names the cell. Cells of experts
+    also have `experts`, their number, and `failed_experts`, the wrong ones.
     """
-    cells: dict[CellKey, _Cell] = {}
+    cells: dict[CellKey, _Cell] = defaultdict(_Cell)
     for name, one in measured:
-        cells.setdefault(_cell_of(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
+        cells[_cell_of(name)].add(_PACKED_PART.sub(".weight", name), one)
     for anchor, finding in zip(anchors(findings), findings, strict=True):
-        for place in sorted({_cell_of(name) for name in finding.names if _EXTRA_STATE not in name}):
-            cells.setdefault(place, _Cell()).link(anchor, finding)
+        for key in sorted({_cell_of(name) for name in finding.names if _EXTRA_STATE not in name}):
+            cells[key].link(anchor, finding)
         for name in finding.names | finding.also_affected if finding.severity == "error" else ():
             if (cell := cells.get(_cell_of(name))) is not None:
-                cell.see_expert(name, wrong=True)
-    heat: Heat = {}
-    for layer, kind in sorted(cells, key=lambda place: _order(place[0])):
-        heat.setdefault(layer, {})[kind] = cells[layer, kind].to_json()
-    return heat
+                cell.add_expert(name, wrong=True)
+    heat: Heat = defaultdict(dict)
+    for layer, kind in sorted(cells, key=lambda key: _order(key[0])):
+        heat[layer][kind] = cells[layer, kind].to_json()
+    return dict(heat)
 
 
 def _cell_of(name: str) -> CellKey:
@@ -159,6 +154,6 @@ def _order(layer: str) -> tuple[int, int]:
 
 
 def _larger(one: float | None, other: float | None) -> float | None:
-    """The larger of two; what is not finite says nothing of a size, and JSON cannot hold it."""
+    """The larger of two; JSON has no numbers that are not finite."""
     sizes = [value for value in (one, other) if value is not None and math.isfinite(value)]
     return max(sizes, default=None)

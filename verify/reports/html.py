@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no fonts, and no script but for the filter."""
+"""The report as one self-contained HTML page; only the filter needs a script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, 
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
 from ckptkit.verify.reports.text import (
-    alike,
     cause_of,
     duration,
     failure_titles,
+    group_identical,
     headline,
     named_subject,
     numbered,
@@ -32,30 +32,24 @@ from ckptkit.verify.reports.text import (
 )
 
 _SHOWN = 50  # causes
-_LISTED = 20  # findings below one
+_LISTED = 20  # findings of a cause
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Findings that say the same, by the first of them, and those that follow from them; with their anchors.
+    """Identical findings, with the findings that follow from them."""
 
-    `text` is what is wrong in words. Of many findings the first are listed; `more` says how many are not.
-    """
-
-    anchor: str
+    anchor: str  # of the first
     finding: Finding
     title: str
-    text: str
-    same: Sequence[tuple[str, Finding]]
-    follows: Sequence[tuple[str, str, str]]
-    more: int
+    text: str  # the fault in words
+    same: Sequence[tuple[str, Finding]]  # with anchors, at most _LISTED
+    follows: Sequence[tuple[str, str, str]]  # anchor, text and title, at most _LISTED
+    more: int  # findings that are not listed
 
 
 def html(report: Report) -> str:
-    """The page: the cause, the stages, the map of layers, findings with fix and cause, facts, checks.
-
-    Its content security policy lets no script or style run but its own.
-    """
+    """The page. Its content security policy permits only its own script and style."""
     from jinja2 import Environment, StrictUndefined  # only this format needs it
 
     environment = Environment(
@@ -65,8 +59,8 @@ def html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, script, found = _asset("page.css"), _asset("page.js"), grouped_causes(report)
-    targets = _targets(report, found)
+    style, script, causes = _asset("page.css"), _asset("page.js"), grouped_causes(report)
+    targets = _targets(report, causes[:_SHOWN])
     return environment.from_string(_asset("page.html")).render(
         report=report,
         schema=SCHEMA,
@@ -76,8 +70,8 @@ def html(report: Report) -> str:
         seconds=sum(check.seconds for check in report.checks),
         stages=stages(report),
         map=layer_map(report.heat, targets),
-        causes=found[:_SHOWN],
-        more=len(found) - _SHOWN,
+        causes=causes[:_SHOWN],
+        more=len(causes) - _SHOWN,
         codes={check.code: targets[anchor] for check in report.checks if (anchor := f"{check.code}-1") in targets},
         rationales={check.code: check.rationale for check in all_checks()},
         subject_of=named_subject,
@@ -90,33 +84,30 @@ def html(report: Report) -> str:
 
 
 def grouped_causes(report: Report) -> list[Cause]:
-    """What is wrong, errors first: findings that say the same together, and below each what follows from it."""
+    """Identical findings together, errors first, each with the findings that follow from it."""
     named = dict(zip(anchors(report.findings), report.findings, strict=True))
     anchor_of = {id(one): anchor for anchor, one in named.items()}
     titles = failure_titles(report)
     roots = sorted((one for one in named.values() if one.cause is None), key=lambda one: one.severity != "error")
-    found = []
-    for group in alike(roots):
-        same = [(anchor_of[id(one)], one) for one in group]
-        own = {anchor for anchor, _ in same}
-        follows = [(anchor, one) for anchor, one in named.items() if one.cause in own]
-        words = [(anchor, cause_of([one], report.checkpoint), titles.get(one.code, "")) for anchor, one in follows]
-        more = max(0, len(same) - _LISTED) + max(0, len(words) - _LISTED)
-        text, title = cause_of(group, report.checkpoint), titles.get(group[0].code, "")
-        found.append(Cause(same[0][0], group[0], title, text, same[:_LISTED], words[:_LISTED], more))
-    return found
+    causes = []
+    for group in group_identical(roots):
+        same = {anchor_of[id(one)]: one for one in group}
+        results = ((anchor, one) for anchor, one in named.items() if one.cause in same)
+        follows = [(anchor, cause_of([one], report.checkpoint), titles.get(one.code, "")) for anchor, one in results]
+        more = max(0, len(same) - _LISTED) + max(0, len(follows) - _LISTED)
+        text, title, listed = cause_of(group, report.checkpoint), titles.get(group[0].code, ""), list(same.items())
+        causes.append(Cause(listed[0][0], group[0], title, text, listed[:_LISTED], follows[:_LISTED], more))
+    return causes
 
 
-def _targets(report: Report, found: Sequence[Cause]) -> dict[str, str]:
-    """Where a link to a finding leads, by anchor: to itself, to its cause, or to where the rest is counted."""
-    shown = {anchor for cause in found[:_SHOWN] for anchor, _ in cause.same}
-    shown |= {anchor for cause in found[:_SHOWN] for anchor, _, _ in cause.follows}
-    homes = {anchor: cause.anchor for cause in found[:_SHOWN] for anchor, _ in cause.same}
-    targets = {}
-    for anchor, one in zip(anchors(report.findings), report.findings, strict=True):
-        home = homes.get(one.cause or anchor, "more-findings")
-        targets[anchor] = anchor if anchor in shown else home
-    return targets
+def _targets(report: Report, causes: Sequence[Cause]) -> dict[str, str]:
+    """The target of a link to a finding, by anchor: the finding, its cause, or the number of omitted ones."""
+    homes = {anchor: cause.anchor for cause in causes for anchor, _ in cause.same}
+    shown = homes.keys() | {anchor for cause in causes for anchor, _, _ in cause.follows}
+    return {
+        anchor: anchor if anchor in shown else homes.get(one.cause or anchor, "more-findings")
+        for anchor, one in zip(anchors(report.findings), report.findings, strict=True)
+    }
 
 
 def _asset(name: str) -> str:
@@ -129,46 +120,39 @@ def _hash(content: str) -> str:
 
 _CODE = re.compile(r"CK\d{3}")
 _OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESS_OPTIONS.items()}}
-_OPTIONS["engine"] = "verify --engine"  # of the reports of preflight, which has no such option
+_OPTIONS["engine"] = "verify --engine"  # preflight has no such option
 _SHOWN_S = 0.1
-
-
 _ORDER = [stage for stage in STAGE_LABELS if stage != "quantization"]
 _ORDER.insert(_ORDER.index("values") + 1, "quantization")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One box: its name, its CSS class, how it ended, and a detail in a few words."""
+    """One box of the page."""
 
     name: str
-    style: str
+    style: str  # CSS class
     outcome: str
     detail: str
 
 
 def stages(report: Report) -> list[Stage]:
-    """The boxes in the order in which weights pass: the source, files, values, quantization, programs, behaviour."""
+    """The boxes in the order of the checks: the source, files, values, quantization, programs, behaviour."""
     stage_of = {one.code: _name(one.stage) for one in all_checks()}
-    order = list(dict.fromkeys(map(_name, _ORDER)))
-    found: list[Stage] = []
-    if report.source:
-        found.append(Stage("Source", "passed", "given", Path(report.source).name))
+    order = ["Source", *dict.fromkeys(map(_name, _ORDER))]
+    boxes = [Stage("Source", "passed", "given", Path(report.source).name)] if report.source else []
     for name in order:
         if checks := [check for check in report.checks if stage_of.get(check.code) == name]:
             codes = {check.code for check in checks}
             style, outcome = next(_outcomes(checks, [one for one in report.findings if one.code in codes], report))
             count, seconds = f"{len(checks)} check{'s' * (len(checks) > 1)}", sum(check.seconds for check in checks)
             detail = f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count
-            found.append(Stage(name, style, outcome, detail))
-    seen = {stage.name.lower() for stage in found}
-    left = [
-        Stage(_capital(name), "unasked", NOT_GIVEN.get(name, "not asked"), _OPTIONS.get(name.lower(), ""))
-        for name in report.not_asked
-        if name.lower() not in seen
-    ]
-    places = ["Source", *order]
-    return sorted((*found, *left), key=lambda one: places.index(one.name) if one.name in places else len(places))
+            boxes.append(Stage(name, style, outcome, detail))
+    seen = {stage.name.lower() for stage in boxes}
+    for name in (name for name in report.not_asked if name.lower() not in seen):
+        outcome, option = NOT_GIVEN.get(name, "not asked"), _OPTIONS.get(name.lower(), "")
+        boxes.append(Stage(_capital(name), "unasked", outcome, option))
+    return sorted(boxes, key=lambda one: order.index(one.name) if one.name in order else len(order))
 
 
 def _name(stage: str) -> str:
@@ -180,10 +164,10 @@ def _capital(name: str) -> str:
 
 
 def _outcomes(checks: Sequence[CheckResult], findings: Sequence[Finding], report: Report) -> Iterator[tuple[str, str]]:
-    """How it ended, the most important first."""
-    own = [one for one in findings if one.cause is None]
-    errors = sum(one.severity == "error" for one in own)
-    warnings = len(own) - errors
+    """CSS classes and texts of a stage, the most important first."""
+    roots = [one for one in findings if one.cause is None]
+    errors = sum(one.severity == "error" for one in roots)
+    warnings = len(roots) - errors
     blocked = {code for reason in report.reasons for code in _CODE.findall(reason.partition(": ")[0])}
     if errors:
         yield "failed", f"✗ {errors} error{'s' * (errors > 1)}"
@@ -198,8 +182,7 @@ def _outcomes(checks: Sequence[CheckResult], findings: Sequence[Finding], report
     yield "passed", "✓ passed"
 
 
-# Shades of a cell that is not wrong, by its largest error: what each begins above, whatever the other cells are. Half a
-# quantization step is what rounding does, and no difference from the source is none, so neither is shaded.
+# Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
 _STEPS = (0.55, 1.0, 2.0, 4.0)
 _ERRORS = (0.0, 1e-4, 1e-2, 1.0)
 _SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
@@ -215,24 +198,24 @@ _MEANINGS = {
 _WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
 _ROWS = 60  # kinds of tensors that are shown, the worst first
 _TICKS = 10
-_EXPERTS_PX = (72, 220)  # the least and the largest height of the picture of experts
+_EXPERTS_PX = (72, 220)  # minimum and maximum height of the picture of experts
 
 Cells = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Area:
-    """Cells of one colour that lead to the same finding: CSS class, SVG path, description, link."""
+    """Cells of one colour that link to the same finding."""
 
-    style: str
-    path: str
+    style: str  # CSS class
+    path: str  # of SVG
     described: str
     link: str | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of tensor: its areas, and what is to say of all its layers."""
+    """One kind of tensor, with a summary of all its layers."""
 
     kind: str
     areas: Sequence[Area]
@@ -243,42 +226,40 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """Experts by layers; `height` is in pixels."""
+    """Experts by layers."""
 
     experts: int
-    height: int
+    height: int  # pixels
     areas: Sequence[Area]
 
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Rows over `layers` columns, the rows of what lies outside layers, experts where one is wrong, and the legend.
+    """Kinds of tensors by layers."""
 
-    `ticks` are labels of layers and where they stand, in per cent; `grid` is the path of the lines between layers.
-    """
-
-    layers: int
-    ticks: Sequence[tuple[float, str]]
-    grid: str
+    layers: int  # columns
+    ticks: Sequence[tuple[float, str]]  # positions in per cent and labels of layers
+    grid: str  # SVG path of the lines between layers
     rows: Sequence[Row]
-    outside: Sequence[Row]
-    experts: Picture | None
+    outside: Sequence[Row]  # outside layers
+    experts: Picture | None  # if one is wrong
     legend: Sequence[tuple[str, str]]
-    more: int
+    more: int  # rows that are not shown
 
 
 def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap:
-    """The map of a report; `targets` says where a link to a finding leads."""
+    """The map of a report; `targets` are those of links to findings."""
     columns = [layer for layer in heat if layer != OUTSIDE]
     kinds = list(dict.fromkeys(kind for layer in columns for kind in heat[layer]))
-    rows = sorted((_row(kind, columns, heat, targets) for kind in kinds), key=lambda row: _WORST.index(row.style))
-    outside = [_row(kind, [OUTSIDE], heat, targets) for kind in heat.get(OUTSIDE, {})]
-    outside.sort(key=lambda row: _WORST.index(row.style))
+    rows, outside = (
+        sorted((_row(kind, layers, heat, targets) for kind in some), key=lambda row: _WORST.index(row.style))
+        for some, layers in ((kinds, columns), (heat.get(OUTSIDE, {}), [OUTSIDE]))
+    )
     experts = _experts(columns, heat, targets)
     areas = [*chain.from_iterable(row.areas for row in (*rows, *outside)), *(experts.areas if experts else ())]
     styles = {area.style for area in areas}
     styles |= {"shade"} if styles & set(_SHADES) else set()
-    styles |= {"empty"} if any(len(cells) < len(kinds) for layer, cells in heat.items() if layer != OUTSIDE) else set()
+    styles |= {"empty"} if any(len(heat[layer]) < len(kinds) for layer in columns) else set()
     steps = (mantissa * 10**power for power in range(5) for mantissa in (1, 2, 5))
     step = next((step for step in steps if len(columns) <= step * _TICKS), 10**5)
     return LayerMap(
@@ -294,21 +275,20 @@ def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap
 
 
 def _row(kind: str, columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Row:
-    found: dict[tuple[str, str | None], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, str | None], list[int]] = defaultdict(list)  # columns, by style and link
     for at, layer in enumerate(columns):
         if (cell := heat[layer].get(kind)) is not None:
             style = style_of(cell)
-            found[style, _link(cell, targets) if style in ("failed", "warning") else None].append(at)
+            groups[style, _link(cell, targets) if style in ("failed", "warning") else None].append(at)
     areas = []
-    for (style, link), places in found.items():
+    for (style, link), places in groups.items():
         names, cells = [columns[at] for at in places], [heat[columns[at]][kind] for at in places]
         path = "".join(f"M{first} 0h{count}v1h-{count}z" for first, count in _runs(places))
-        areas.append(Area(style, path, f"{kind}, {_named(names)}: {_described(cells)}", link))
-    worst = min((style for style, _ in found), key=_WORST.index)
-    (_, link), places = next(item for item in found.items() if item[0][0] == worst)
-    several = [at for (style, _), group in found.items() for at in group if style == worst]
-    cells = [heat[columns[at]][kind] for at in several]
-    return Row(kind, areas, worst, _summary(worst, [columns[at] for at in several], cells), link)
+        areas.append(Area(style, path, f"{kind}, {_listed(names)}: {_describe(cells)}", link))
+    worst = min((style for style, _ in groups), key=_WORST.index)
+    link = next(link for style, link in groups if style == worst)
+    layers = [columns[at] for (style, _), group in groups.items() for at in group if style == worst]
+    return Row(kind, areas, worst, _summary(worst, layers, [heat[layer][kind] for layer in layers]), link)
 
 
 def style_of(cell: Mapping[str, Any]) -> str:
@@ -328,7 +308,7 @@ def _link(cell: Mapping[str, Any], targets: Mapping[str, str]) -> str | None:
 
 
 def _summary(style: str, layers: Sequence[str], cells: Sequence[Mapping[str, Any]]) -> str:
-    where = "" if list(layers) == [OUTSIDE] else _named(layers)
+    where = "" if list(layers) == [OUTSIDE] else _listed(layers)
     if style == "failed":
         return f"✗ {where or 'wrong'}"
     if style == "warning":
@@ -339,8 +319,7 @@ def _summary(style: str, layers: Sequence[str], cells: Sequence[Mapping[str, Any
     return "read" if error is None else f"differs by ≤ {error:.1e}" if error else "equal"
 
 
-def _described(cells: Sequence[Mapping[str, Any]]) -> str:
-    """All that is known of some cells, for those who point at them or have them read out."""
+def _describe(cells: Sequence[Mapping[str, Any]]) -> str:
     steps, error = _largest(cells, "max_steps"), _largest(cells, "max_error")
     wrong = sum(cell["failed"] for cell in cells)
     findings = list(dict.fromkeys(anchor for cell in cells for anchor in cell["findings"]))
@@ -356,23 +335,23 @@ def _largest(cells: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return max((cell[key] for cell in cells if cell[key] is not None), default=None)
 
 
-def _named(layers: Sequence[str]) -> str:
+def _listed(layers: Sequence[str]) -> str:
     numbers = [int(layer) for layer in layers if layer.isdecimal()]
-    others = [layer for layer in layers if not layer.isdecimal()]
-    return ", ".join([*([numbered("layer", ranges(numbers))] if numbers else []), *others[:_TICKS]])
+    names = [layer for layer in layers if not layer.isdecimal()]
+    return ", ".join([*([numbered("layer", ranges(numbers))] if numbers else []), *names[:_TICKS]])
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the length of every run of numbers in a row."""
-    for _, group in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
-        run = [place for _, place in group]
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first number and the length of every run of consecutive numbers."""
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
         yield run[0], len(run)
 
 
 def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Picture | None:
-    """Which experts of which layers are wrong, over what is known of the others; None where none is wrong."""
+    """The wrong experts of all layers, or None if no expert is wrong."""
     cells = {at: [cell for cell in heat[layer].values() if cell.get("experts")] for at, layer in enumerate(columns)}
-    sizes = {at: max((cell["experts"] for cell in found), default=0) for at, found in cells.items()}
+    sizes = {at: max((cell["experts"] for cell in some), default=0) for at, some in cells.items()}
     wrong: dict[str | None, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for at, layer in enumerate(columns):
         for cell in heat[layer].values():
@@ -381,27 +360,23 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
     if not wrong:
         return None
     experts = max(sizes.values())
-    sound = {
-        at: [style for style in map(style_of, found) if style not in ("failed", "warning")]
-        for at, found in cells.items()
-    }
+    found = {at: map(style_of, some) for at, some in cells.items()}
+    sound = {at: [style for style in some if style not in ("failed", "warning")] for at, some in found.items()}
     usual = next(iter(chain.from_iterable(sound.values())), "read")
-    around: dict[str, str] = defaultdict(str)
+    background: dict[str, str] = defaultdict(str)
     for at, styles in sound.items():
         if sizes[at]:
-            around[min(styles, key=_WORST.index, default=usual)] += f"M{at} 0v{sizes[at]}h1v-{sizes[at]}z"
-    areas = [Area(style, path, "nothing wrong was found", None) for style, path in around.items()]
+            background[min(styles, key=_WORST.index, default=usual)] += f"M{at} 0v{sizes[at]}h1v-{sizes[at]}z"
+    areas = [Area(style, path, "nothing wrong was found", None) for style, path in background.items()]
     for link, layers in wrong.items():
         runs = ((at, first, count) for at in layers for first, count in _runs(sorted(layers[at])))
         path = "".join(f"M{at} {first}v{count}h1v-{count}z" for at, first, count in runs)
-        areas.append(Area("failed", path, "; ".join(_experts_of(layers, columns)), link))
+        areas.append(Area("failed", path, "; ".join(_describe_experts(layers, columns)), link))
     return Picture(experts, min(max(_EXPERTS_PX[0], 12 * experts), _EXPERTS_PX[1]), areas)
 
 
-def _experts_of(layers: Mapping[int, set[int]], columns: Sequence[str]) -> Iterator[str]:
-    """`experts 6 to 11 of layers 3 and 5`, at most so many as a person reads."""
-    alike = by_key((numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
-    for text, names in list(alike.items())[:_TICKS]:
-        yield f"{text} of {_named(names)}"
-    if len(alike) > _TICKS:
-        yield "and others"
+def _describe_experts(layers: Mapping[int, set[int]], columns: Sequence[str]) -> list[str]:
+    """`experts 6 to 11 of layers 3 and 5`, at most _TICKS texts."""
+    groups = by_key((numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
+    texts = [f"{text} of {_listed(names)}" for text, names in groups.items()]
+    return [*texts[:_TICKS], *(["and others"] if len(texts) > _TICKS else [])]

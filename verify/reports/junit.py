@@ -1,4 +1,4 @@
-"""The report as JUnit XML, which CI systems show as tests: one a check."""
+"""The report as JUnit XML: a test for each check."""
 
 from __future__ import annotations
 
@@ -7,41 +7,36 @@ from xml.etree import ElementTree
 from ckptkit.core.printable import printable
 from ckptkit.verify.core.check import all_checks
 from ckptkit.verify.core.report import CheckResult, Report
-from ckptkit.verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.reports.text import FindingGroup, describe_finding, groups, named_subject, rest
 
 _SHOWN = 100  # findings of one code
-_CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
+_CLASSES = {"headers": "files", "launch": "configuration"}  # names of stages that differ here
 
 
 def junit(report: Report) -> str:
-    """One testsuite. A check with findings of severity error fails; one with warnings alone passes and prints them."""
+    """One testsuite. A check with findings of severity error fails; one with warnings only passes and prints them."""
     root = ElementTree.Element("testsuites")
     counts = report.to_json()["counts"]
-    suite = ElementTree.SubElement(
-        root,
-        "testsuite",
-        name="ckptkit",
-        tests=str(counts["checks"] + len(report.reasons)),
-        failures=str(counts["failed"]),
-    )
-    suite.set("errors", str(len(report.reasons)))
-    suite.set("skipped", str(counts["skipped"]))
-    suite.set("time", f"{sum(check.seconds for check in report.checks):.3f}")
+    attributes = {
+        "name": "ckptkit",
+        "tests": str(counts["checks"] + len(report.reasons)),
+        "failures": str(counts["failed"]),
+        "errors": str(len(report.reasons)),
+        "skipped": str(counts["skipped"]),
+        "time": f"{sum(check.seconds for check in report.checks):.3f}",
+    }
+    suite = ElementTree.SubElement(root, "testsuite", attributes)
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in (
-        ("version", report.version),
-        ("checkpoint", report.checkpoint),
-        ("source", report.source),
-        ("command", " ".join(report.command)),
-        ("verdict", report.verdict),
-    ):
+    for name in ("version", "checkpoint", "source", "command", "verdict"):
+        value = " ".join(report.command) if name == "command" else getattr(report, name)
         if value:
             ElementTree.SubElement(properties, "property", name=name, value=_xml(value))
-    found = groups(report, _SHOWN)
+    by_code = by_key((group.code, group) for group in groups(report, _SHOWN))
     for check in report.checks:
-        _case(suite, check, [group for group in found if group.code == check.code])
+        _case(suite, check, by_code.get(check.code, []))
     for reason in report.reasons:
-        # A case of its own for what was asked for and not looked at: CI systems show a skipped case as green.
+        # A separate case for a check that was requested and could not run: CI systems show a skipped case as green.
         codes, _, why = reason.partition(": ")
         name = _xml(f"{codes} could not look")
         case = ElementTree.SubElement(suite, "testcase", classname="ckptkit.inconclusive", name=name, time="0.000")
@@ -53,16 +48,15 @@ def junit(report: Report) -> str:
 def _case(suite: ElementTree.Element, check: CheckResult, found: list[FindingGroup]) -> None:
     stage: str = next((one.stage for one in all_checks() if one.code == check.code), "checks")
     classname = f"ckptkit.{_CLASSES.get(stage, stage)}"
-    case = ElementTree.SubElement(
-        suite, "testcase", classname=classname, name=_xml(f"{check.code} {check.title}"), time=f"{check.seconds:.3f}"
-    )
+    attributes = {"classname": classname, "name": _xml(f"{check.code} {check.title}"), "time": f"{check.seconds:.3f}"}
+    case = ElementTree.SubElement(suite, "testcase", attributes)
     if check.status == "skipped":
         ElementTree.SubElement(case, "skipped", message=_xml(check.reason or ""))
     errors = [group for group in found if group.severity == "error"]
     if check.status == "failed":
-        others = sum(len(group.shown) + group.more for group in errors) - 1
-        more = f" (and {others} more finding{'s' * (others != 1)})" if others > 0 else ""
-        message = f"{said_of(errors[0].shown[0][1])}{more}" if errors else "a check failed"
+        count = sum(len(group.shown) + group.more for group in errors) - 1
+        more = f" (and {count} more finding{'s' * (count != 1)})" if count > 0 else ""
+        message = f"{describe_finding(errors[0].shown[0][1])}{more}" if errors else "a check failed"
         failure = ElementTree.SubElement(case, "failure", type=check.code, message=_xml(message))
         failure.text = _text(errors)
     if warnings := [group for group in found if group.severity == "warning"]:
@@ -84,5 +78,5 @@ def _text(found: list[FindingGroup]) -> str:
 
 
 def _xml(text: str) -> str:
-    """Text of characters that XML 1.0 permits; it has no escape for the others."""
+    """Replaces characters that XML 1.0 does not permit."""
     return "".join(char if char not in "\ufffe\uffff" else "\ufffd" for char in printable(text))

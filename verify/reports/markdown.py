@@ -12,7 +12,7 @@ _SHOWN = 20  # findings of one code
 
 
 def markdown(report: Report) -> str:
-    """The cause in a sentence; findings, the worst first, a line each; their details; facts and checks; the verdict."""
+    """The cause in a sentence; findings, the worst first; their details; facts and checks; the verdict."""
     source = f" against {code(report.source)}" if report.source else ""
     verdict = escaped(report.verdict)
     lines = [f"# ckptkit: {verdict}", "", f"**{escaped(headline(report))}**", ""]
@@ -24,7 +24,7 @@ def markdown(report: Report) -> str:
 
 
 def body(report: Report) -> list[str]:
-    """The lines of what was found, of facts and of checks."""
+    """The lines of findings, facts and checks."""
     shown = groups(report, _SHOWN)
     lines = [f"- not looked at: {escaped(reason)}" for reason in other_reasons(report)]
     lines += [""] if lines else []
@@ -48,26 +48,22 @@ def body(report: Report) -> list[str]:
 
 
 def _finding(anchor: str, finding: Finding) -> list[str]:
-    about = code(finding.tensor) if finding.tensor else code(finding.file) if finding.file else ""
+    subject = finding.tensor or finding.file
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
-    lines = [f"- **{anchor}** {about}{count}".rstrip()]
+    lines = [f"- **{anchor}** {code(subject) if subject else ''}{count}".rstrip()]
     lines += [f"  - file: {code(finding.file)}"] if finding.file and finding.tensor else []
     lines += [f"  - rank: {escaped(finding.rank)}"] if finding.rank else []
-    return [
-        *lines,
-        f"  - expected: {escaped(finding.expected)}",
-        f"  - actual: {escaped(finding.actual)}",
-        f"  - next: {escaped(finding.hint)}",
-    ]
+    values = {"expected": finding.expected, "actual": finding.actual, "next": finding.hint}
+    return lines + [f"  - {label}: {escaped(text)}" for label, text in values.items()]
 
 
 def escaped(text: str) -> str:
-    """The text on one line, with the characters that mean something in Markdown or HTML escaped."""
+    """The text on one line, with special characters of Markdown and HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text))
 
 
 def code(text: str) -> str:
-    """A code span, in which nothing is markup but the pipes of tables and the backticks that end it."""
+    """A code span, fenced by enough backticks."""
     content = printable(text)
     fence = "`" * (max((len(run) for run in re.findall("`+", content)), default=0) + 1)
     pad = " " if "`" in content or content != content.strip() else ""

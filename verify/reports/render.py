@@ -1,4 +1,4 @@
-"""Prints a report for people, in a terminal or piped."""
+"""Prints a report for people."""
 
 from __future__ import annotations
 
@@ -16,29 +16,23 @@ from ckptkit.verify.core.check import NOT_APPLICABLE
 from ckptkit.verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports.text import (
+    describe_fault,
     groups,
     headline,
-    is_itself,
+    is_about_checkpoint,
     named_subject,
     names_its_file,
     other_reasons,
     totals,
-    wrong_of,
 )
 
-_COLOR = {
-    "PASSED": "green",
-    "FAILED": "red",
-    "INCONCLUSIVE": "yellow",
-    "error": "red",
-    "warning": "yellow",
-}
-# Facts that a table of everything has, and that a verdict does without.
+_COLOR = {"PASSED": "green", "FAILED": "red", "INCONCLUSIVE": "yellow", "error": "red", "warning": "yellow"}
+# Facts that are printed only with all details.
 _BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
 
 
 class _Output(Console):
-    """A console that says when its reader has gone; rich itself ends the process with 1, which here means findings."""
+    """A console that raises if its pipe is closed; rich exits with 1, which here means findings."""
 
     def on_broken_pipe(self) -> None:
         """Raises OSError."""
@@ -46,12 +40,7 @@ class _Output(Console):
 
 
 def render(report: Report, console: Console | None = None, *, every: bool = False) -> None:
-    """Prints the cause in a sentence, findings, the worst first, facts, the checks in a line, and last the verdict.
-
-    `every` adds the table of checks, all details and all facts. Goes to stdout unless a console is given.
-
-    Raises OSError where nobody reads what is printed.
-    """
+    """Prints the report, with the table of checks, all details and all facts if `every`. Raises OSError."""
     width = console.width if console else columns()
     console = console or _Output(highlight=False)
     for head, tail in report_lines(report, width, every):
@@ -61,7 +50,7 @@ def render(report: Report, console: Console | None = None, *, every: bool = Fals
 
 def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Line]:
     """Yields the lines that `render` prints."""
-    found = [
+    entries = [
         _entry(report, group.title, anchor, finding, every)
         for group in groups(report, len(report.findings))
         for anchor, finding in group.shown
@@ -71,20 +60,11 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
     where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
     reasons = other_reasons(report)
     sections: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
-    shown = (name for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND))
-    sections |= {name: report.facts[name] for name in shown}
-    return lay_out(
-        TextReport(
-            found,
-            (printable(report.verdict), where),
-            sections,
-            _closing(report, every),
-            "--all shows them",
-            headline(report),
-        ),
-        width,
-        every,
-    )
+    facts = report.facts.items()
+    sections |= {name: lines for name, lines in facts if lines and (every or name not in _BACKGROUND)}
+    verdict, closing = (printable(report.verdict), where), _closing(report, every)
+    text = TextReport(entries, verdict, sections, closing, "--all shows them", headline(report))
+    return lay_out(text, width, every)
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
@@ -101,22 +81,22 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "cause": finding.cause,
         "follows": _explained(report, anchor),
     }
-    given = [(label, text) for label, text in fields.items() if text]
-    wrong = wrong_of(finding.expected, finding.actual)
-    # In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself.
+    details = [(label, text) for label, text in fields.items() if text]
+    fault = describe_fault(finding.expected, finding.actual)
+    # In few words: a tensor, or their number; else the name of the file, if it is not the checkpoint itself.
     about = f"{finding.count} tensors" if finding.tensor and ", " in finding.tensor else finding.tensor
-    if not about and not is_itself(finding, report.checkpoint):
+    if not about and not is_about_checkpoint(finding, report.checkpoint):
         about = Path(str(finding.file)).name
     about = "" if names_its_file(finding) else about or ""
-    return Entry(finding.code, finding.severity, about, wrong, given, anchor, title)
+    return Entry(finding.code, finding.severity, about, fault, details, anchor, title)
 
 
 def _explained(report: Report, cause: str) -> str:
-    """The findings that follow from this one, those that say the same together."""
+    """The findings that follow from this one, identical ones together."""
     named = zip(anchors(report.findings), report.findings, strict=True)
-    found = by_key((one.actual, anchor) for anchor, one in named if one.cause == cause)
-    counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
-    return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
+    follows = by_key((one.actual, anchor) for anchor, one in named if one.cause == cause)
+    counts = {actual: f" and {len(names) - 1} more" if len(names) > 1 else "" for actual, names in follows.items()}
+    return "; ".join(f"{names[0]}{counts[actual]}: {actual}" for actual, names in follows.items())
 
 
 def _closing(report: Report, every: bool) -> list[str]:
@@ -126,15 +106,12 @@ def _closing(report: Report, every: bool) -> list[str]:
         for check in (report.checks if every else ())
     ]
     if not every:
-        told = {split_reason(reason)[0] for reason in report.reasons}
-        left_out = (check for check in report.checks if check.status == "skipped" and check.reason not in told)
-        skipped = by_key((check.reason or "", check.code) for check in left_out)
+        reported = {split_reason(reason)[0] for reason in report.reasons}
+        unreported = (check for check in report.checks if check.status == "skipped" and check.reason not in reported)
+        skipped = by_key((check.reason or "", check.code) for check in unreported)
         lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(totals(report))
     more = [] if every else ["`--all` lists the checks"]
     if report.findings:
-        code = groups(report, 1)[0].code
-        more.append(f"`ckptkit explain {code}` says what to do about it")
-    if more:
-        lines.append("; ".join(more))
-    return lines
+        more.append(f"`ckptkit explain {groups(report, 1)[0].code}` says what to do about it")
+    return [*lines, *(["; ".join(more)] if more else [])]

@@ -13,7 +13,7 @@ from ckptkit.verify.core.report import Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
-# What GitHub and others take for the root of the repository.
+# The root of the repository for GitHub and other hosts.
 _ROOT = "%SRCROOT%"
 
 
@@ -28,26 +28,23 @@ def sarif(report: Report) -> str:
             rules[-1]["fullDescription"] = {"text": check.rationale}
             rules[-1]["help"] = {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}
     places = {check.code: index for index, check in enumerate(report.checks)}
+    named = zip(anchors(report.findings), report.findings, strict=True)
     run = {
         "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
         "invocations": [_invocation(report)],
-        "results": [
-            _result(anchor, finding, report, places)
-            for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)
-        ],
+        "results": [_result(anchor, finding, report, places) for anchor, finding in named],
         "properties": {"verdict": printable(report.verdict)},
     }
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 
 
 def _invocation(report: Report) -> dict[str, Any]:
-    """Whether all that was asked for was looked at, and which checks could not run."""
+    """Whether all requested checks ran, and notes on those that did not."""
     invocation: dict[str, Any] = {"executionSuccessful": not report.reasons}
     if report.command:
         invocation["arguments"] = [printable(word) for word in report.command[1:]]
-    notes: list[dict[str, Any]] = [
-        {"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons
-    ]
+    texts = (printable(f"not looked at: {reason}") for reason in report.reasons)
+    notes: list[dict[str, Any]] = [{"level": "error", "message": {"text": text}} for text in texts]
     for check in (check for check in report.checks if check.status == "skipped"):
         message = {"text": printable(f"{check.code} was skipped: {check.reason}")}
         notes.append({"level": "note", "message": message, "associatedRule": {"id": check.code}})
@@ -58,17 +55,16 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    # Preflight looks at several checkpoints, and a finding about all of them is put at the first.
-    whole = report.checkpoint.partition(", ")[0] if [*report.command[1:2]] == ["preflight"] else report.checkpoint
-    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(finding.file or whole, Path.cwd())}}
+    # Preflight reads several checkpoints; a finding about all of them belongs to the first.
+    root = report.checkpoint.partition(", ")[0] if [*report.command[1:2]] == ["preflight"] else report.checkpoint
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(finding.file or root, Path.cwd())}}
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
+    text = f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}"
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "level": finding.severity,
-        "message": {
-            "text": printable(f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}")
-        },
+        "message": {"text": printable(text)},
         "locations": [location],
         "properties": {"anchor": anchor, "count": finding.count} | ({"cause": finding.cause} if finding.cause else {}),
     }
@@ -76,14 +72,13 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
 
 
 def _artifact(path: str, start: Path) -> dict[str, str]:
-    """Where a file lies: relative to the git repository that `start` is in, if it is there too; else a file URI."""
-    whole = Path(os.path.normpath(start / path))
+    """The path of a file relative to the git repository of `start` if it is inside, else a file URI."""
+    absolute = Path(os.path.normpath(start / path))
     root = next((folder for folder in (start, *start.parents) if (folder / ".git").exists()), None)
-    if root is None or not whole.is_relative_to(root):
-        return {"uri": f"file://{_quoted(str(whole))}"}
-    return {"uri": _quoted(str(whole.relative_to(root))), "uriBaseId": _ROOT}
+    if root is None or not absolute.is_relative_to(root):
+        return {"uri": f"file://{_quoted(str(absolute))}"}
+    return {"uri": _quoted(str(absolute.relative_to(root))), "uriBaseId": _ROOT}
 
 
 def _quoted(path: str) -> str:
-    """The path with everything percent-encoded that a URI needs so."""
     return quote(path, safe="/", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What the formats for people share: the verdict in one sentence (the cause, then how much more), findings by code."""
+"""Text that the formats for people share: the verdict in one sentence, and findings by code."""
 
 from __future__ import annotations
 
@@ -13,44 +13,40 @@ from ckptkit.core.specs import ranges
 from ckptkit.verify.core.report import Finding, Report, anchors, split_reason
 from ckptkit.verify.evidence.folding import by_key, layers_of
 
-# How what should be and what is begin alike: `rms_norm_eps = `.
+# The common beginning of the expected and the actual value: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
-_VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # which says little by itself
+_VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # not clear without the expected value
 _SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")
 
 _LISTED = 5  # numbers and ranges of layers that are listed
-_LENGTH = 200  # characters of a cause, beyond which words are left out
+_LENGTH = 200  # characters of a cause
 _IN_LAYERS = re.compile(r"(?P<home>(?:\w+\.)*?)(?P<mtp>mtp_)?layers\.(?P<layers>\d+|\{[\d.,]+\})\.(?P<tail>.+)")
 _EXPERTS = re.compile(r"\bexperts\.(?:experts\.)?(\d+|\{[\d.,]+\})\.")
 _CONTAINERS = re.compile(r"^(?:model|language_model|decoder|self_attn|self_attention|mlp|attn|ffn|block_sparse_moe)\.")
 _NUMBERS = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
-# The tensor that numbers are of.
-_NAMED = re.compile(r" in (?:\w+\.){2,}\w+|^(?:\w+\.){2,}\w+ is (?=\S+ times)")
+_NAMED = re.compile(r" in (?:\w+\.){2,}\w+|^(?:\w+\.){2,}\w+ is (?=\S+ times)")  # the tensor of numbers
 _ROUTER = ("gate", "router")
 _VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
-_PLAIN = ("missing", "different")  # words that say enough
+_PLAIN = ("missing", "different")  # actual values that are clear without the expected one
 
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """The findings of one code and severity. Of many only the first are shown; `more` says how many are not."""
+    """The findings of one code and severity."""
 
     code: str
     title: str
     severity: str
-    shown: Sequence[tuple[str, Finding]]
-    more: int
+    shown: Sequence[tuple[str, Finding]]  # the first, with anchors
+    more: int  # findings that are not shown
 
 
 def groups(report: Report, limit: int) -> list[FindingGroup]:
-    """All findings with their anchors by code, errors first; at most `limit` shown of each.
-
-    Those that another finding explains come last.
-    """
+    """All findings with anchors by code, at most `limit` of each: errors first, findings with a cause last."""
     named = zip(anchors(report.findings), report.findings, strict=True)
-    found = by_key(((one[1].cause is not None, one[1].severity, one[1].code), one) for one in named)
+    by_kind = by_key(((one[1].cause is not None, one[1].severity, one[1].code), one) for one in named)
     titles = failure_titles(report)
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
+    ordered = sorted(by_kind.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
     return [
         FindingGroup(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
         for (_, severity, code), group in ordered
@@ -58,17 +54,17 @@ def groups(report: Report, limit: int) -> list[FindingGroup]:
 
 
 def failure_titles(report: Report) -> dict[str, str]:
-    """What is wrong where a check has findings, by its code."""
+    """The title of a failed check, by code."""
     return {check.code: check.failed or check.title for check in report.checks}
 
 
 def rest(group: FindingGroup) -> str:
-    """What to say of the findings that are not shown."""
+    """A note on the findings that are not shown."""
     return f"and {group.more} more {group.code} findings, all of them in the JSON report (--report FILE.json)"
 
 
 def named_subject(finding: Finding) -> str:
-    """What the finding is about: the tensors, with their number; else the file; else nothing."""
+    """The tensors of a finding with their number, else its file, else an empty text."""
     if finding.tensor:
         return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
     return finding.file or ""
@@ -78,51 +74,48 @@ def duration(seconds: float) -> str:
     """A time as people read it: `0.4 s`, `2 min 12 s`, `1 h 5 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest_s} s"
+    return f"{minutes} min {rest_s} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def totals(report: Report) -> str:
-    """How many checks there were and how they ended, and how much was compared."""
+    """The numbers of checks by status, and of comparisons."""
     counts = report.to_json()["counts"]
-    ended = (
-        f"{counts['checks']} checks: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
-    )
-    return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
+    checks = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
+    compared = f"{counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
+    return f"{counts['checks']} checks: {checks}; {compared}"
 
 
-def wrong_of(expected: str, actual: str) -> str:
-    """What is wrong, and instead of what where the actual value says little by itself."""
+def describe_fault(expected: str, actual: str) -> str:
+    """The actual value, with the expected one if it is not clear without."""
     if match := _SAME_START.match(f"{expected}\n{actual}"):
         return f"{actual} instead of {expected.removeprefix(match[1])}"
     return f"{actual}, expected {expected}" if _VALUE.fullmatch(actual) and " " in expected else actual
 
 
 def has_no_subject(wrong: str) -> bool:
-    """Whether words for what is wrong do not name what they are about, such as `none: ...` or `it is not there`."""
+    """Whether a fault does not name its subject, such as `none: ...` or `it is not there`."""
     return _SUBJECTLESS.match(wrong) is not None
 
 
-def said_of(finding: Finding) -> str:
-    """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
+def describe_finding(finding: Finding) -> str:
+    """A finding in one line: its subject and the fault; of several kinds of tensors only their number and layers."""
     if finding.tensor and ", " in finding.tensor:
         layers = [] if "layer" in finding.actual else layers_of(finding.names)
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
-    wrong = wrong_of(finding.expected, finding.actual)
+    wrong = describe_fault(finding.expected, finding.actual)
     about = named_subject(finding) or (finding.expected if has_no_subject(wrong) else "")
     return f"{about}: {wrong}" if about else wrong
 
 
 def headline(report: Report) -> str:
-    """What is wrong first of all, and how much else; else what is not known, or that nothing is wrong."""
+    """The first cause and the number of other errors; else the missing results, or the number of passed checks."""
     errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
     if errors:
-        first = alike(errors)[0]
+        first = group_identical(errors)[0]
         text = cause_of(first, report.checkpoint) + _more(len(errors) - len(first), "error")
         file = first[0].file
         return _sentence(text, Path(file).name if file and not first[0].tensor else None)
@@ -136,27 +129,27 @@ def headline(report: Report) -> str:
         return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
-    alone = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
-    without = " Values were compared with nothing: give --source." if alone else ""
-    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{without}"
+    is_uncompared = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
+    note = " Values were compared with nothing: give --source." if is_uncompared else ""
+    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{note}"
 
 
 def other_reasons(report: Report) -> Sequence[str]:
-    """Why things were not looked at, unless the headline has it all."""
+    """The reasons of an inconclusive report that the headline does not contain."""
     return () if report.status == "inconclusive" and len(report.reasons) == 1 else report.reasons
 
 
-def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings in order, those together that say the same of several tensors or files."""
+def group_identical(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings in order, with those together that differ in tensor or file only."""
     keys = ((one.code, one.severity, one.cause, one.expected, one.actual, one.hint) for one in findings)
     return list(by_key(zip(keys, findings, strict=True)).values())
 
 
 def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
-    """Findings that are `alike` in a few words, without the names of tensors: `router of layers 4 and 5: all zero`."""
-    wrong, where = _wrong(findings[0], checkpoint), _place(findings, checkpoint)
+    """Describes identical findings without names of tensors: `router of layers 4 and 5: all zero`."""
+    first = findings[0]
+    wrong, where = _fault(first, checkpoint), _subject(findings, checkpoint)
     if not where and has_no_subject(wrong):
-        first = findings[0]
         if first.file is None:
             where, wrong = first.expected, first.actual
         else:
@@ -164,25 +157,24 @@ def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
     return _shortened(wrong if not where or where in wrong else f"{where}: {wrong}")
 
 
-def _wrong(finding: Finding, checkpoint: str) -> str:
-    """What is wrong, and instead of what where it says little by itself."""
+def _fault(finding: Finding, checkpoint: str) -> str:
     expected, wrong = finding.expected, finding.actual
     for root in (checkpoint, str(Path(checkpoint).absolute())) if checkpoint else ():
         wrong = re.sub(rf"(?<![\w./-]){re.escape(root)}/", "", wrong)
     if finding.tensor:
         wrong = _NAMED.sub("", wrong)
-    if (words := wrong_of(expected, wrong)) != wrong:
+    if (words := describe_fault(expected, wrong)) != wrong:
         return words
     if len(wrong.split()) > 1 or wrong in _PLAIN:
         return wrong
     return f"{wrong} instead of {expected}" if len(expected.split()) == 1 else f"{wrong}, expected {expected}"
 
 
-def _place(findings: Sequence[Finding], checkpoint: str) -> str:
-    """What they are about, in words; nothing where what is wrong says that itself."""
+def _subject(findings: Sequence[Finding], checkpoint: str) -> str:
+    """The subject of identical findings, or empty if the fault names it."""
     first = findings[0]
     if not first.tensor:
-        return "" if is_itself(first, checkpoint) else Path(str(first.file)).name
+        return "" if is_about_checkpoint(first, checkpoint) else Path(str(first.file)).name
     if names_its_file(first):
         return ""
     if len(findings) == 1 and ", " not in first.tensor:
@@ -197,13 +189,13 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     return where or f"{first.count} tensors"
 
 
-def is_itself(finding: Finding, checkpoint: str) -> bool:
-    """Whether it is about the checkpoint, and no file in it."""
+def is_about_checkpoint(finding: Finding, checkpoint: str) -> bool:
+    """Whether a finding is about the checkpoint, not a file in it."""
     return not finding.file or Path(finding.file).absolute() == Path(checkpoint).absolute()
 
 
 def names_its_file(finding: Finding) -> bool:
-    """Whether what is wrong begins with the file in its directory, and so needs no other subject."""
+    """Whether the fault begins with the path of the file and needs no other subject."""
     return bool(finding.file) and finding.actual.startswith("/".join(Path(str(finding.file)).parts[-2:]))
 
 
@@ -247,13 +239,13 @@ def _more(count: int, word: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """One line of text without braces around numbers, of so many characters."""
+    """One line of at most _LENGTH characters, without braces around numbers."""
     line = _NUMBERS.sub(lambda found: _in_words(found[1]), " ".join(text.split())).rstrip(".")
     return line if len(line) <= _LENGTH else f"{line[:_LENGTH].rpartition(' ')[0] or line[:_LENGTH]} …"
 
 
 def _sentence(text: str, file: str | None = None) -> str:
-    """The text with a capital, unless it begins with a name, such as that of `file`, and a full stop."""
+    """The text with a full stop, and a capital unless it begins with a name, such as that of `file`."""
     first = text.split(" ", 1)[0].rstrip(":")
     if first.startswith(_VERDICTS):  # a tensor of that name
         text = f"'{text.replace(first, first + chr(39), 1)}"

@@ -1,4 +1,1 @@
-"""Reads logs of trainers and engines, and names the known symptoms in them with the command that proves each.
-
-Needs `ckptkit.core` alone. `symptoms.toml` is the table of symptoms; `scan` goes through the lines.
-"""
+"""Finds known symptoms in logs of trainers and engines. Needs only `ckptkit.core`. The table is `symptoms.toml`."""

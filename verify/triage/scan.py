@@ -1,4 +1,4 @@
-"""Reads logs line by line, in bounded memory, and collects where each symptom appears."""
+"""Reads logs line by line, in bounded memory, and collects the places of each symptom."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.verify.triage.symptom import (
     metric_symptoms,
 )
 
-_PIECE = 1 << 16  # bytes of a line that are looked at together
+_PIECE = 1 << 16  # bytes of a long line that are searched at once
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
 _SHOWN = 300  # characters of a line
 _PLACES = 3  # lines of a symptom
@@ -31,9 +31,9 @@ _LOADED = re.compile(
 
 _UPDATE = re.compile(UPDATE.name or "")
 _FRAME = re.compile(r'File "[^"]{1,400}", line \d{1,7}, in ')
-# The last line of a traceback, behind what a cluster or a logger puts before it.
+# The last line of a traceback, after prefixes of clusters and loggers.
 _ERROR = re.compile(r"(?:^|[])]:? )(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Za-z_]\w{0,60}(?:Error|Exception)(?:: |:?\s*$)")
-# Which engine a line is of: the last that it names.
+# The last engine in a line counts.
 _ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
 _SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
 _TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
@@ -43,7 +43,7 @@ _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
 _FRAMES = [frame for phase in PHASES for frame in phase.frames]
 _ERRORS = ("Error", "Exception", "Traceback (")
 _MORE = (*_FRAMES, *_ERRORS, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
-# Most lines have none of these, and are looked at once.
+# Most lines have none of these and are searched once.
 _TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MORE}))))
 
 
@@ -51,7 +51,7 @@ _TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MOR
 class Place:
     """A line of a log."""
 
-    file: str  # as the user named it
+    file: str  # as the user gave it
     line: int  # from 1
     text: str  # its beginning
 
@@ -61,16 +61,16 @@ class Place:
 
 @dataclass
 class Found:
-    """What was found in logs so far."""
+    """The results of all logs so far."""
 
     lines: int = 0
     counts: dict[Symptom, int] = field(default_factory=dict)  # lines of each symptom
-    places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of them
-    loaded: list[Place] = field(default_factory=list)  # lines that name what was loaded
-    served: set[Served] = field(default_factory=set)  # what engines serve
-    engines: set[str] = field(default_factory=set)  # which are named
-    _engine: str = ""  # of the lines that are read
-    _update: str = ""  # the function that is updating its weights
+    places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of these lines
+    loaded: list[Place] = field(default_factory=list)  # lines that name a loaded checkpoint
+    served: set[Served] = field(default_factory=set)  # directories that engines serve
+    engines: set[str] = field(default_factory=set)
+    _engine: str = ""  # of the current line
+    _update: str = ""  # the function of the current weight update
     _updated: int = -NEAR  # the last line of an update
     _frames: dict[JobPhase, int] = field(default_factory=dict)  # the last frame of each phase, in this traceback
     _cause: int = -NEAR  # the last line with a known cause
@@ -78,7 +78,7 @@ class Found:
     _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, symptom: Symptom, place: Place) -> None:
-        """Counts a line that has a symptom. Pieces of a line overlap, so it may come twice in a row."""
+        """Counts a line with a symptom once, even if it is in two overlapping pieces."""
         places = self.places.setdefault(symptom, [])
         if self._last.get(symptom) == (place.file, place.line):
             return
@@ -88,7 +88,7 @@ class Found:
             places.append(place)
 
     def scan(self, log: BinaryIO, name: str) -> None:
-        """Reads a log to its end. Lines of any length are looked at piece by piece."""
+        """Reads a log to its end, long lines in pieces."""
         self._near.clear()
         self._frames.clear()
         self._engine, self._update, self._updated, self._cause = "", "", -NEAR, -NEAR
@@ -115,7 +115,7 @@ class Found:
             self.loaded.append(Place(name, number, match[0].strip()))
 
     def _follow(self, text: str, number: int) -> None:
-        """Keeps which engine the lines are of, whether it is being updated, and what it serves."""
+        """Follows the engine of the lines, its weight updates and the directory that it serves."""
         if engines := _ENGINE.findall(text):
             self._engine = "SGLang" if engines[-1] in ("sglang/", "sglang_", "SGLang") else "vLLM"
             self.engines.add(self._engine)
@@ -132,7 +132,7 @@ class Found:
             self.served.add(Served(path[1], ranks[1] if ranks else ""))
 
     def _unknown(self, text: str, number: int) -> list[Symptom]:
-        """The error of the phase that the frames above a traceback's last line are of; none near a known cause."""
+        """The error of the phase by the frames of a traceback; empty near a known cause."""
         if number - self._cause < NEAR or not _ERROR.search(text):
             return []
         phases = [phase for phase in PHASES if number - self._frames.get(phase, -NEAR) < NEAR]
@@ -150,7 +150,7 @@ def _symptoms_of(text: str, number: int, near: dict[Symptom, int]) -> list[Sympt
 
 
 def _beginning(text: str, symptom: Symptom) -> str:
-    """The part of a line to show: its beginning, or what is around the message in a long one."""
+    """The beginning of a line, or the part around the message of a long one."""
     text = text.strip()
     if len(text) <= _SHOWN:
         return text
@@ -160,11 +160,11 @@ def _beginning(text: str, symptom: Symptom) -> str:
 
 
 def _pieces(log: BinaryIO) -> Iterator[tuple[int, str, bool]]:
-    """Yields a line's number, its text without colours (a long one in overlapping pieces), and whether it begins it."""
+    """Yields number, text without colours and whether it begins the line; a long line in overlapping pieces."""
     number, before = 0, b""
     while piece := log.readline(_PIECE):
         number += not before
         text = _ANSI.sub(b"", before + piece).decode(errors="replace")
-        # At the end of the log a line may lack its break, without which nobody knows that a number is whole.
+        # The last line may lack its break, which ends a number.
         yield number, text if len(piece) == _PIECE else text.rstrip("\n") + "\n", not before
         before = b"" if piece.endswith(b"\n") else piece[-_OVERLAP:]

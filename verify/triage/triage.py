@@ -23,24 +23,24 @@ _COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ":
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A symptom that was found: how many lines have it, and the first of them."""
+class SymptomMatch:
+    """A symptom in the logs."""
 
     symptom: Symptom
-    count: int
-    places: Sequence[Place]
+    count: int  # lines
+    places: Sequence[Place]  # the first lines
 
 
 @dataclass(frozen=True)
 class Triage:
-    """What logs show: `causes` and `effects` in the order of the logs, and lines that say what was `loaded`."""
+    """The symptoms of logs: causes and effects in the order of the logs."""
 
     version: str
     logs: Sequence[str]
     lines: int
-    causes: Sequence[Sign]
-    effects: Sequence[Sign]
-    loaded: Sequence[Place]
+    causes: Sequence[SymptomMatch]
+    effects: Sequence[SymptomMatch]
+    loaded: Sequence[Place]  # lines that name a loaded checkpoint
 
     @property
     def found(self) -> bool:
@@ -72,10 +72,7 @@ class Triage:
 
 
 def triage(logs: Sequence[str | Path]) -> Triage:
-    """Looks for known symptoms in logs of trainers and engines; `-` is standard input.
-
-    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is not text.
-    """
+    """Finds known symptoms in logs (`-` is standard input). Raises CkptkitError for an unreadable or empty log."""
     if not logs:
         raise CkptkitError("no log was given", "give the log of the trainer, or `-` for standard input")
     found = Found()
@@ -85,13 +82,13 @@ def triage(logs: Sequence[str | Path]) -> Triage:
             found.scan(stream, _name(log))
         if found.lines == before:
             raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
-    # Of several models nobody can tell which one a line is about.
+    # With several models it is unknown which one a line is about.
     served = next(iter(found.served)) if len(found.served) == 1 else None
     only_vllm = found.engines == {"vLLM"}
     signs = []
     for symptom, count in found.counts.items():
         shown = symptom.for_vllm() if only_vllm else symptom
-        signs.append(Sign(served.of(shown) if served else shown, count, found.places[symptom]))
+        signs.append(SymptomMatch(served.of(shown) if served else shown, count, found.places[symptom]))
     return Triage(
         version=program_version(),
         logs=[_name(log) for log in logs],
@@ -112,7 +109,7 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        # What the shell itself has opened, as `<(...)` does, may be a pipe: someone writes into it.
+        # A file that the shell has opened, as `<(...)` does, may be a pipe.
         with Path(log).open("rb") if str(log).startswith(_OPENED) else open_regular(Path(log)) as stream:
             head = stream.peek()  # a pipe cannot be read twice
             for magic, program in _COMPRESSED.items():
@@ -140,7 +137,7 @@ def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
     yield from plain(lay_out(text, width or columns(), every=True))
 
 
-def _entry(sign: Sign) -> Entry:
+def _entry(sign: SymptomMatch) -> Entry:
     symptom, rest = sign.symptom, sign.count - len(sign.places)
     codes = f"  ({', '.join(symptom.codes)})" if symptom.codes else ""
     fields = [("line", str(place)) for place in sign.places]

@@ -1,4 +1,4 @@
-"""What a check of weight updates asks of an engine: how it was started, and the checksums of its ranks."""
+"""The answers of an engine in a check of weight updates: its setup, and the checksums of its ranks."""
 
 from __future__ import annotations
 
@@ -25,67 +25,60 @@ NOT_FOUND = 404
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine was started.
-
-    `sizes`: of its parallelism, as in a seat, as far as it tells. `quantizes`: the engine itself may quantize weights.
-    `layout`: what decides how it keeps weights. `dequantizes`: checksums of weights with scales are of both together.
-    `digest`: that of its checksums, where it is not the one of its program's own checker.
-    """
+    """The settings of a running engine."""
 
     version: str
-    sizes: tuple[int, ...]
-    quantizes: bool
-    layout: tuple[tuple[str, str], ...]
-    dequantizes: bool = False
-    digest: Digest | None = None
+    sizes: tuple[int, ...]  # of its parallelism, in the order of `Seat`, as far as known
+    quantizes: bool  # whether the engine itself may quantize weights
+    layout: tuple[tuple[str, str], ...]  # settings that decide how it keeps weights
+    dequantizes: bool = False  # whether the checksum of a weight includes its scale
+    digest: Digest | None = None  # if not that of the program's own checker
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """The weight version of an engine (None: it tells none), and the checksums of each of its ranks by parameter."""
+    """The weight version of an engine, or None if unknown, and the checksums of each rank by parameter."""
 
     version: str | None
     ranks: Mapping[Seat, Mapping[str, str]]
 
 
 def rank_label(engine: str, seat: Seat) -> str:
-    """An engine, and the place of one of its ranks in each kind of parallelism that it has."""
+    """An engine and one of its ranks in each kind of parallelism that it has."""
     places = zip(_PLACES, seat[::2], seat[1::2], strict=False)
     return ", ".join([engine, *(f"{name} parallel rank {at}" for name, at, size in places if size > 1)])
 
 
 @dataclass(frozen=True)
 class JsonServer:
-    """A server that answers in JSON. `headers` go with every request, such as `Authorization`; `timeout`: seconds."""
+    """A server that answers in JSON. `headers` are sent with every request; `timeout` is in seconds."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 300.0
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, may_lack: bool = False) -> dict[str, Any] | None:
-        """The answer to a request; None where `may_lack` and the server has nothing at this path."""
+        """The answer to a request, or None if `may_lack` and the server does not know this path."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(  # noqa: S310 - the caller's own address
-            f"{self.url}/{path}", data, {"Content-Type": "application/json", **self.headers}
-        )
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = Request(f"{self.url}/{path}", data, headers)  # noqa: S310 - the caller's own address
         try:
             with waiting(f"{self.url}/{path}"), urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
-                found = json.loads(answer.read())
+                content = json.loads(answer.read())
         except HTTPError as error:
             if may_lack and error.code == NOT_FOUND:
                 return None
             message = one_line(error.read().decode(errors="replace"))[:300]
             raise CkptkitError(f"{self.url}/{path}: HTTP {error.code}: {message}", "see the engine's log") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise CkptkitError(
-                f"{self.url}/{path}: {words_of(error)}", "is the engine running, and reachable from here?"
-            ) from error
-        if not isinstance(found, dict):
-            raise CkptkitError(f"{self.url}/{path} answered no JSON object", "is this an engine?")
-        return found
+            hint = "check that the engine is running and can be reached from this host"
+            raise CkptkitError(f"{self.url}/{path}: {words_of(error)}", hint) from error
+        if not isinstance(content, dict):
+            raise CkptkitError(f"{self.url}/{path} answered no JSON object", "give the address of an engine")
+        return content
 
     def require(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to a request. Raises CkptkitError where there is none."""
-        found = self.ask(path, body)
-        assert found is not None
-        return found
+        """The answer to a request. Raises CkptkitError without an answer."""
+        answer = self.ask(path, body)
+        assert answer is not None
+        return answer

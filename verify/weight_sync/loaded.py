@@ -1,8 +1,7 @@
-"""Compares what a rank of a trainer holds with the checkpoint that its options name, without moving the model.
+"""Compares the parameters of a rank of a trainer with the checkpoint that its options name.
 
-What every rank holds whole (norms, routers and their biases) is compared bit for bit, by the digests of the
-checkpoint's `ckptkit.json` where it has one. Of what is cut, a few parameters are compared with the slice that this
-rank must hold, predicted from the checkpoint (`ckptkit.verify.witnesses.megatron.slices`).
+Uncut parameters (norms, routers and their biases) are compared bit for bit, if possible by digests of `ckptkit.json`. A
+few cut ones are compared with the slice that this rank must have (`ckptkit.verify.witnesses.megatron.slices`).
 """
 
 from __future__ import annotations
@@ -38,133 +37,121 @@ from ckptkit.verify.weight_sync.messages import job_rank
 if TYPE_CHECKING:
     from ckptkit.verify.witnesses.megatron.job import TensorSeen
 
-PARAMETERS = "CKPTKIT_COMPARED_PARAMETERS"  # the variable that says how many cut parameters a rank compares
+PARAMETERS = "CKPTKIT_COMPARED_PARAMETERS"  # the environment variable with the number of cut parameters
 _PARAMETERS = 16
-_WHOLE = 1 << 22  # elements up to which a parameter that is not cut is always compared
-_MAX_BYTES = 1 << 28  # bytes of a tensor on disk up to which a slice of it is worth reading it
-_SOURCES = {"": "load", "ref_": "ref_load", "teacher_": "opd_teacher_load"}  # by the prefix of what is computed
+_SMALL = 1 << 22  # elements up to which an uncut parameter is always compared
+_MAX_BYTES = 1 << 28  # bytes of a tensor on disk up to which it is read for a slice
+_SOURCES = {"": "load", "ref_": "ref_load", "teacher_": "opd_teacher_load"}  # options by the prefix of the computation
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What was equal: `digests` by the manifest, `tensors` with what is on disk. `skipped`: what was not looked at."""
+class LoadedComparison:
+    """The equal parameters, and the skipped ones by reason."""
 
     path: Path
-    digests: Sequence[str]
-    tensors: Sequence[str]
+    digests: Sequence[str]  # equal to digests of the manifest
+    tensors: Sequence[str]  # equal to weights on disk
     skipped: Mapping[str, Sequence[str]]
 
     def __str__(self) -> str:
         equal = [f"{len(self.digests)} by {MANIFEST}"] if self.digests else []
         equal += [f"{len(self.tensors)} by the weights on disk: {summarize(self.tensors)}"] if self.tensors else []
-        rest = [f"{len(names)} {why}: {summarize(names)}" for why, names in self.skipped.items() if names]
-        return f"equal to {self.path}: {', '.join(equal) or 'nothing'}; not compared: {', '.join(rest) or 'nothing'}"
+        skipped = [f"{len(names)} {reason}: {summarize(names)}" for reason, names in self.skipped.items() if names]
+        return f"equal to {self.path}: {', '.join(equal) or 'nothing'}; not compared: {', '.join(skipped) or 'nothing'}"
 
 
 class DiffersError(CkptkitError):
-    """A parameter does not hold what the checkpoint says."""
+    """A parameter differs from the checkpoint."""
 
     code = "mismatch"
 
 
 def locate_loaded(args: Namespace, prefix: str) -> Location:
-    """The checkpoint that the model was loaded from, by `--load`, `--ref-load` or `--opd-teacher-load`.
-
-    Raises CkptkitError where the options name none, and as `locate`.
-    """
+    """The checkpoint of `--load`, `--ref-load` or `--opd-teacher-load`. Raises CkptkitError without any."""
     option = _SOURCES.get(prefix)
-    given = getattr(args, option, None) if option else None
-    if option == "load" and not given:
-        option, given = "ref_load", getattr(args, "ref_load", None)
-    if not option or not given:
-        raise CkptkitError(f"no option says where the weights of {prefix or 'the actor'} come from", "give --load")
+    path = getattr(args, option, None) if option else None
+    if option == "load" and not path:
+        option, path = "ref_load", getattr(args, "ref_load", None)
+    if not option or not path:
+        raise CkptkitError(f"no option names the weights of {prefix or 'the actor'}", "give --load")
     step = getattr(args, option.removesuffix("load") + "ckpt_step", None)
-    tracker = Path(given) / TRACKER
-    # Megatron loads `release` whatever the step is, and takes step 0 for none.
+    tracker = Path(path) / TRACKER
+    # Megatron ignores the step if the tracker names `release`, and ignores step 0.
     if step and tracker.exists() and tracker.read_text(errors="replace").strip() != "release":
-        return replace(locate(Path(given) / f"iter_{int(step):07d}"), root=Path(given).absolute())
-    return locate(given)
+        return replace(locate(Path(path) / f"iter_{int(step):07d}"), root=Path(path).absolute())
+    return locate(path)
 
 
 def parameters_asked_for() -> int | None:
-    """How many cut parameters a rank compares; None: all. Raises CkptkitError where the variable says neither."""
-    given = os.environ.get(PARAMETERS, str(_PARAMETERS))
-    if given != "all" and not given.isdecimal():
-        raise CkptkitError(f"{PARAMETERS} is {given!r}", "give a number of parameters, or `all`")
-    return None if given == "all" else int(given)
+    """The number of cut parameters to compare, or None for all. Raises CkptkitError for another value."""
+    value = os.environ.get(PARAMETERS, str(_PARAMETERS))
+    if value != "all" and not value.isdecimal():
+        raise CkptkitError(f"{PARAMETERS} is {value!r}", "give a number of parameters, or `all`")
+    return None if value == "all" else int(value)
 
 
 def compare_loaded(
     location: Location, hf: str | None, model: Sequence[torch.nn.Module], parameters: int | None
-) -> Looked:
-    """Compares the chunks of this rank with a checkpoint; `hf` gives the config of one that has none.
+) -> LoadedComparison:
+    """Compares the chunks of this rank with a checkpoint, but at most `parameters` cut ones; `hf` is its config.
 
-    Of cut parameters at most `parameters` are compared (None: all).
-
-    Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
+    Raises DiffersError naming every parameter that differs, and CkptkitError if they cannot be compared.
     """
     from ckptkit.verify.witnesses.megatron.slices import Position, compare_all
 
-    reference: Checkpoint = (
-        to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
-    )
+    path = location.path
+    reference: Checkpoint = to_megatron(plain(path), str(path)) if location.is_hf else open_megatron(location, hf)
     config = as_stored(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
     at = Position.here(dims_of(config).experts)
-    held = dict(_held(model, at.experts, rules, reference.specs, skipped))
+    held = dict(_local_tensors(model, at.experts, rules, reference.specs, skipped))
     names = {local: name for local, (name, _) in held.items()}
-    whole = [
-        local
-        for local, (name, tensor) in held.items()
-        if tuple(tensor.shape) == reference.specs[name].shape
-        and tensor.numel() <= _WHOLE
-        and ".experts." not in name
-        and not rules[name].mapping.vocab
-    ]
+
+    def is_uncut(name: str, tensor: Tensor) -> bool:
+        has_shape = tuple(tensor.shape) == reference.specs[name].shape and tensor.numel() <= _SMALL
+        return has_shape and ".experts." not in name and not rules[name].mapping.vocab
+
+    uncut = [local for local, (name, tensor) in held.items() if is_uncut(name, tensor)]
     digests = _digests(location, rules, skipped)
-    # Of another shape or dtype than the digest, the weights themselves are cast and compared.
-    specs = {local: (dtype_name(held[local][1].dtype), tuple(held[local][1].shape)) for local in whole}
-    known = {
-        local: digest
-        for local, spec in specs.items()
-        if (digest := digests.get(names[local])) and (digest.dtype, digest.shape) == spec
-    }
+    # If shape or dtype differ from those of the digest, the weights on disk are cast and compared.
+    specs = {local: (dtype_name(held[local][1].dtype), tuple(held[local][1].shape)) for local in uncut}
+    listed = {local: digest for local in uncut if (digest := digests.get(names[local]))}
+    known = {local: one for local, one in listed.items() if (one.dtype, one.shape) == specs[local]}
     wrong = []
     for local, digest in known.items():
-        if (found := TensorDigest.of(held[local][1].contiguous().cpu())) != digest:
-            other = next((f": it is {name}" for name, one in digests.items() if one == found), "")
-            wrong.append(f"{local} is not {names[local]} of {location.path}{other}")
-    cut = _chosen([local for local in held if local not in whole], names, reference, parameters, skipped)
-    tensors = {local: held[local][1] for local in (*whole, *cut) if local not in known}
-    is_local_spec = any(
-        CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape
-        for name, tensor in held.values()
-    )
+        if (actual := TensorDigest.of(held[local][1].contiguous().cpu())) != digest:
+            other = next((f": it is {name}" for name, one in digests.items() if one == actual), "")
+            wrong.append(f"{local} is not {names[local]} of {path}{other}")
+    cut = _select_cut([local for local in held if local not in uncut], names, reference, parameters, skipped)
+    tensors = {local: held[local][1] for local in (*uncut, *cut) if local not in known}
+    in_local_spec = ((name, tensor) for name, tensor in held.values() if CUT_IN_LOCAL_SPEC.fullmatch(name))
+    is_local_spec = any(tuple(tensor.shape) != reference.specs[name].shape for name, tensor in in_local_spec)
     at = replace(at, local_spec=is_local_spec)
     seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
-    wrong += [f"{one.local} is not {one.name} of {location.path}{_how(one)}" for one in seen if one.verdict != "equal"]
+    different = (one for one in seen if one.verdict != "equal")
+    wrong += [f"{one.local} is not {one.name} of {path}{_describe(one)}" for one in different]
     if wrong:
-        hint = f"were these weights loaded as they are? `ckptkit verify {location.path} --against-megatron`"
+        hint = f"check how these weights were loaded: `ckptkit verify {path} --against-megatron`"
         is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        which = f"rank {job_rank()}: " if is_one_of_many else ""
-        raise DiffersError(f"{which}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
-    return Looked(location.path, list(known), [one.local for one in seen], skipped)
+        rank = f"rank {job_rank()}: " if is_one_of_many else ""
+        raise DiffersError(f"{rank}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
+    return LoadedComparison(path, list(known), [one.local for one in seen], skipped)
 
 
-def _held(
+def _local_tensors(
     model: Sequence[torch.nn.Module],
     experts: range,
     rules: Mapping[str, Rule],
     specs: Collection[str],
     skipped: dict[str, list[str]],
 ) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """Parameters and router biases by local name, each with its global name."""
+    """Yields local name, global name and value of each parameter and router bias."""
     from ckptkit.verify.witnesses.megatron.slices import layers_of_chunk
 
     for index, chunk in enumerate(model):
         core = chunk
-        while not hasattr(core, "decoder") and hasattr(core, "module"):  # wrappers of gradients and of precision
+        while not hasattr(core, "decoder") and hasattr(core, "module"):  # wrappers for gradients and precision
             core = core.module  # type: ignore[assignment]
         prefix = f"chunk {index}: " if len(model) > 1 else ""
         if not hasattr(core, "decoder"):
@@ -183,7 +170,7 @@ def _held(
 
 
 def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, list[str]]) -> dict[str, TensorDigest]:
-    """The manifest's digests by Megatron's names; of an HF directory those that Megatron takes as they are."""
+    """The manifest's digests by Megatron's names; of an HF directory those of tensors that are copied unchanged."""
     path = location.root / MANIFEST
     if not path.exists():
         return {}
@@ -198,14 +185,14 @@ def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, l
     return {name: tensors[hf] for name, hf in copied.items() if hf in tensors}
 
 
-def _chosen(
+def _select_cut(
     local: Sequence[str],
     names: Mapping[str, str],
     reference: Checkpoint,
     parameters: int | None,
     skipped: dict[str, list[str]],
 ) -> list[str]:
-    """As many cut parameters as asked for, of every kind in turn; ranks begin at different layers and experts."""
+    """Selects cut parameters of every kind in turn; ranks begin at different layers and experts."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for one in local:
         if reference.specs[names[one]].nbytes > _MAX_BYTES:
@@ -213,16 +200,13 @@ def _chosen(
         else:
             kinds[pattern_of(names[one])].append(one)
     rank = job_rank()
-    turned = [[*found[first:], *found[:first]] for found in kinds.values() for first in [rank * 5 % len(found)]]
-    order = [one for turn in zip_longest(*turned) for one in turn if one is not None]
-    chosen = order[:parameters]
-    skipped[f"beyond the {len(chosen)} that {PARAMETERS} allows"] += order[len(chosen) :]
-    return chosen
+    rotated = [[*some[first:], *some[:first]] for some in kinds.values() for first in [rank * 5 % len(some)]]
+    order = [one for turn in zip_longest(*rotated) for one in turn if one is not None]
+    selected = order[:parameters]
+    skipped[f"beyond the {len(selected)} that {PARAMETERS} allows"] += order[len(selected) :]
+    return selected
 
 
-def _how(seen: TensorSeen) -> str:
-    if seen.origins:
-        return f": it is {' or '.join(seen.origins)}"
-    if seen.diagnosis:
-        return f": {seen.diagnosis}"
-    return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
+def _describe(seen: TensorSeen) -> str:
+    numbers = f"{seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
+    return f": it is {' or '.join(seen.origins)}" if seen.origins else f": {seen.diagnosis or numbers}"

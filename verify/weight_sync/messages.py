@@ -1,4 +1,4 @@
-"""What hooks say while a job runs, and in which process of it."""
+"""Messages of hooks while a job runs, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SHOWN = 20  # lines of a message
 
 
 def say(text: str) -> None:
-    """Writes a line of ckptkit's to standard error."""
+    """Prints a line to standard error."""
     print(printable(f"ckptkit: {text}"), file=sys.stderr, flush=True)
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first 20 lines, and how many more there are."""
-    rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *rest]
+    """The first 20 lines, and the number of omitted ones."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Names what is still waited for on standard error, every 15 s, so that slow and stuck can be told apart."""
+    """Prints a line every 15 s while the caller waits."""
     began, done = time.monotonic(), threading.Event()
 
     def report() -> None:
@@ -44,7 +44,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def job_rank() -> int:
-    """The rank of this process in the whole job; 0 outside a distributed one."""
+    """The global rank of this process, 0 without torch.distributed."""
     import torch
 
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,8 +1,7 @@
-"""What an engine's checksum of a parameter must be, computed from the tensors that a trainer sends.
+"""Predicts the checksums of an engine's parameters from the tensors that a trainer sends.
 
-SGLang's and vLLM's checksums are of their own parameters: q, k and v in one, all experts of a layer in one, cut over
-ranks. Names say which tensors one is made of, and there are only a few ways to cut it. So the checksum of each is
-computed here; one that is equal to the engine's proves at once the way and the values.
+Parameters of SGLang and vLLM are fused (q, k and v; all experts of a layer) and cut over ranks. Their names tell their
+tensors, and there are only a few ways to cut them. An equal checksum proves both the cut and the values.
 """
 
 from __future__ import annotations
@@ -11,56 +10,50 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
 
 import torch
+from torch import Tensor
 
 from ckptkit.converters.hf_names import FUSED
 from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
 
-
-Order = tuple[int, ...]  # of a part within its parameter: its place, or its expert and its place there
-
-_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
+_PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
 _VOCABULARY_ROWS = 64  # engines pad to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
 SHARED_EXPERT = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
-SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
+SHARED = 1 << 30  # number of the shared expert, which SGLang may keep after the last routed one
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
-# Engines' names of fused layers (`packed_modules_mapping` of their models), and what is in them from top to bottom.
+# Fused layers (`packed_modules_mapping` of engines' models), and their parts from top to bottom.
 _FUSED = {name: FUSED[name] for name in ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa")}
-# vLLM's names of what SGLang calls otherwise.
+# vLLM's names, and SGLang's.
 _SPELLED = {".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.", ".experts.routed_experts.": ".experts."}
 _FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor goes: the parameter, which part of it, and how many parts it has (None: as many as experts)."""
+    """A part of a parameter."""
 
     param: str
     order: Order
-    count: int | None
+    count: int | None  # parts of the parameter, or None for experts
 
 
 def canonical(name: str) -> str:
-    """A name as SGLang has it, without the text model's prefix, which engines and releases spell in several ways."""
+    """SGLang's name without the prefix of the text model, which engines and releases spell in several ways."""
     for theirs, ours in _SPELLED.items():
         name = name.replace(theirs, ours)
-    return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
+    return _PREFIX.sub("", name)
 
 
 def target_parts(name: str) -> list[Part]:
-    """Where a tensor goes by its HF name: the fused parameter, or the parameter of its own name.
-
-    A shared expert's may also go into that of the routed ones, in an engine that keeps it as one more of them.
-    """
+    """The parts that an HF tensor may be; an engine may keep a shared expert as one more routed expert."""
     name = canonical(name)
     if expert := _EXPERT.fullmatch(name):
         block, number, which, leaf = expert.groups()
@@ -83,12 +76,11 @@ def _part_of_expert(block: str, number: int, which: str, leaf: str) -> Part:
 
 
 def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
-    """The parts that a parameter lacks of those that go with the ones it has: up with gate, k and v with q."""
+    """The missing parts of an incomplete parameter: up with gate, k and v with q."""
     routed = routed_of(orders)
     if routed and len(routed[0]) == 2:
-        places = {place for _, place in routed}
-        experts = {expert for expert, _ in routed}
-        lost = sorted((expert, place) for expert in experts for place in places if (expert, place) not in orders)
+        experts, places = {expert for expert, _ in routed}, {place for _, place in routed}
+        lost = sorted(set(product(experts, places)).difference(routed))
         return [f"{'up' if place else 'gate'}_proj of expert {expert}" for expert, place in lost]
     fused = param.rpartition(".")[0].rpartition(".")[2]
     return [name for place, name in enumerate(_FUSED.get(fused, ())) if (place,) not in orders]
@@ -96,32 +88,27 @@ def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
 
 @dataclass(frozen=True)
 class ParamCut:
-    """How a parameter is cut over tensor parallel ranks.
+    """How a parameter is cut over tensor parallel ranks: into blocks of experts, and each part into pieces."""
 
-    Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
-    second and later parts (k and v) into `others` pieces. `padded`: rows are first padded as a vocabulary. `shared`:
-    the shared expert stands behind the others. `float32`: the engine holds the values so, as 0.5.23 does routers.
-    """
-
-    size: int = 1
+    size: int = 1  # pieces of the first part
     axis: int = 0
-    others: int = 1
-    experts: int = 1
-    padded: bool = False
-    shared: bool = False
-    float32: bool = False
+    others: int = 1  # pieces of the second and later parts (k and v)
+    experts: int = 1  # blocks of experts
+    padded: bool = False  # rows are first padded as a vocabulary
+    shared: bool = False  # the shared expert is the last one
+    float32: bool = False  # the engine keeps float32, as SGLang 0.5.23 does for routers
 
     def at(self, rank: int) -> tuple[int, int]:
-        """The block of experts and the piece that a rank has."""
+        """The block of experts and the piece of a rank."""
         return rank // self.size % self.experts, rank % self.size
 
 
-# The checksum of what a rank holds, by how a parameter is cut and by the rank's block of experts and piece.
+# The checksum on a rank, by the cut of the parameter and by the rank's block of experts and piece.
 Predicted = dict[tuple[ParamCut, tuple[int, int]], str]
 
 
 def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
-    """Every way in which `tp` ranks may hold a parameter of these parts; the whole of it on each rank is one."""
+    """Every way to cut a parameter of these parts over `tp` ranks, including the complete parameter on each rank."""
     routed = routed_of(parts)
     experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
     fused = len(routed) < len(parts) and len({parts[order].shape for order in parts}) == 1
@@ -131,27 +118,25 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
             if experts:
-                found += [
-                    ParamCut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0
-                ]
+                blocks = [number for number in _divisors(tp // size) if experts % number == 0]
+                found += [ParamCut(size, axis, size, number) for number in blocks]
                 found += [ParamCut(size, axis, size, shared=True)] if fused else []
             elif ".qkv_proj." in param:
                 found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                found += [
-                    ParamCut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts
-                ]
-    return [cut for cut in found if _divides(cut, parts)]
+                both = product(paddings, casts)
+                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in both]
+
+    def divides(cut: ParamCut) -> bool:
+        sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())
+        rows = _VOCABULARY_ROWS if cut.padded else 1
+        return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
+
+    return list(filter(divides, found))
 
 
 def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _divides(cut: ParamCut, parts: Mapping[Order, Tensor]) -> bool:
-    sizes = [(cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items()]
-    rows = _VOCABULARY_ROWS if cut.padded else 1
-    return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
 
 
 def routed_of(parts: Collection[Order]) -> list[Order]:
@@ -162,30 +147,25 @@ def routed_of(parts: Collection[Order]) -> list[Order]:
 def has_all_parts(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
     experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
-    complete = len(parts) == len({order[0] for order in parts}) * len(places)
-    return complete and bool(experts) and max(experts) == len(experts) - 1
+    is_complete = len(parts) == len({order[0] for order in parts}) * len(places)
+    return is_complete and bool(experts) and max(experts) == len(experts) - 1
 
 
 def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
-    """What a rank holds of a whole parameter that is cut so."""
+    """The part of a parameter on a rank with this block and piece."""
     block, index = at
     if cut.float32:
         parts = {order: part.float() for order, part in parts.items()}
     ordered = sorted(parts if cut.shared else routed_of(parts))
     if len(ordered[0]) == 1:
-        return _joined([parts[order] for order in ordered], cut, index)
-    places = sorted({order[1] for order in ordered})
-    experts = sorted({order[0] for order in ordered})
-    held = len(experts) // cut.experts
-    return torch.stack(
-        [
-            _joined([parts[expert, place] for place in places], cut, index)
-            for expert in experts[block * held : (block + 1) * held]
-        ]
-    )
+        return _join([parts[order] for order in ordered], cut, index)
+    experts, places = sorted({order[0] for order in ordered}), sorted({order[1] for order in ordered})
+    count = len(experts) // cut.experts
+    local = experts[block * count : (block + 1) * count]
+    return torch.stack([_join([parts[expert, place] for place in places], cut, index) for expert in local])
 
 
-def _joined(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
+def _join(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
     pieces = []
     for place, part in enumerate(parts):
         size = cut.others if place else cut.size
@@ -196,17 +176,11 @@ def _joined(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
 
 
 _WIDE = ("torch.float32", "torch.float64")
-UNUSED = "weight_shape"  # engines keep that of one shard only, rounded, and never read it
+UNUSED = "weight_shape"  # engines keep that of one shard, rounded, and never read it
 
 
 class Sent:
-    """One update, tensor by tensor.
-
-    `sources`: by parameter, each tensor that goes into it with its checksum. `predicted`: by parameter, the checksum of
-    what a rank must hold, for each way to cut it. `dtypes`: those of a parameter's parts. `constant`: parameters of one
-    number alone, which look alike in every layout. `too_large`: those for which there was no room. `checksums`: of each
-    tensor by its own name.
-    """
+    """The tensors of one update."""
 
     def __init__(
         self,
@@ -216,22 +190,22 @@ class Sent:
         before: Mapping[str, int],
         room: int,
     ) -> None:
-        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have; of others any.
+        """`sizes`: tensor parallel sizes of the engines. `known`: the possible cuts of a kind; a missing kind has any.
 
-        `before`: of how many tensors each parameter was made in an earlier update. `room`: bytes of tensors to keep.
+        `before`: the number of tensors of each parameter in an earlier update. `room`: bytes of tensors to keep.
         """
-        self.sources: dict[str, dict[Order, tuple[str, str]]] = defaultdict(dict)
-        self.predicted: dict[str, Predicted] = {}
-        self.dtypes: dict[str, set[str]] = defaultdict(set)
-        self.constant: set[str] = set()
-        self.too_large: set[str] = set()
-        self.checksums: dict[str, str] = {}
+        self.sources: dict[str, dict[Order, tuple[str, str]]] = defaultdict(dict)  # names and checksums, by parameter
+        self.predicted: dict[str, Predicted] = {}  # by parameter
+        self.dtypes: dict[str, set[str]] = defaultdict(set)  # of the parts of each parameter
+        self.constant: set[str] = set()  # parameters of one number, which are equal in every layout
+        self.too_large: set[str] = set()  # parameters without room
+        self.checksums: dict[str, str] = {}  # by name
         self._digest, self._sizes, self._known, self._before, self._room = digest, sizes, known, before, room
         self._parts: dict[str, dict[Order, Tensor]] = defaultdict(dict)
         self._held: dict[str, int] = defaultdict(int)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes note of a tensor. One that comes again counts as it came last."""
+        """Records a tensor. Of two with one name the last counts."""
         if name.endswith(f".{UNUSED}"):
             return
         value = tensor.detach()
@@ -243,15 +217,15 @@ class Sent:
                 self._keep(part, value, checksum)
 
     def kind(self, param: str) -> str:
-        """Parameters that differ in their layer alone, and were sent in the same dtypes, are kept in the same way."""
+        """A key for parameters that are kept in the same way: equal but for the layer, with the same dtypes."""
         return " ".join([pattern_of(param), *sorted(self.dtypes.get(param, ()))])
 
     def wide(self, param: str) -> bool:
-        """Whether a part was sent in float32, which the engine may round."""
+        """Whether a part was sent in float32 or float64, which the engine may round."""
         return not self.dtypes.get(param, set()).isdisjoint(_WIDE)
 
     def finish(self) -> None:
-        """All was sent: what is complete now is predicted, and nothing is kept any longer."""
+        """Predicts the parameters that are complete at the end of the update, and frees all tensors."""
         for param in list(self._parts):
             parts = self._parts.pop(param)
             if parts.keys() == {(0,), (1,)} and ".qkv_proj." in param:
@@ -277,7 +251,7 @@ class Sent:
             self.too_large.add(largest)
 
     def _predict(self, param: str, parts: Mapping[Order, Tensor], checksum: str | None = None) -> None:
-        """`checksum`: that of the last part, which is the parameter's own where it is the only one."""
+        """`checksum`: that of the last part, which is also the parameter's if it has no other part."""
         known = self._known.get(self.kind(param))
         found: Predicted = {}
         for size in self._sizes:

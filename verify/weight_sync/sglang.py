@@ -1,7 +1,4 @@
-"""Engines of SGLang, as a check of weight updates asks them: by HTTP.
-
-Source: SGLang 0.5.16, `srt/utils/weight_checker.py` and `srt/managers/mm_utils.py`.
-"""
+"""Asks engines of SGLang for their weights (0.5.16, `srt/utils/weight_checker.py`, `srt/managers/mm_utils.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SEAT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
-# Arguments of a server that decide how it keeps weights; engines that have them alike keep them alike.
+# Arguments of a server that decide how it keeps weights.
 _LAYOUT = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "enable_dp_attention", "quantization", "dtype", "device"),
     *("moe_runner_backend", "moe_dense_tp_size", "disable_shared_experts_fusion", "speculative_algorithm"),
@@ -26,25 +23,20 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class SglangEngine:
-    """One engine, and not a router before it."""
+    """One engine, not a router."""
 
+    name: str
     server: JsonServer
 
-    @property
-    def name(self) -> str:
-        """Its address."""
-        return self.server.url
-
     def setup(self) -> Setup:
-        """How it was started (`/server_info`)."""
-        found = self.server.require("server_info")
-        layout = tuple((name, str(found.get(name))) for name in _LAYOUT)
-        tp = found.get("tp_size")
+        """Its settings (`/server_info`)."""
+        info = self.server.require("server_info")
+        layout = tuple((name, str(info.get(name))) for name in _LAYOUT)
+        tp = info.get("tp_size")
         if not isinstance(tp, int) or tp < 1:
-            raise CkptkitError(
-                f"{self.name}/server_info names no tp_size", "is this an engine of SGLang, or the router before it?"
-            )
-        return Setup(str(found.get("version")), (tp,), found.get("quantization") is not None, layout, dequantizes=True)
+            hint = "give the address of an engine of SGLang, not of a router before it"
+            raise CkptkitError(f"{self.name}/server_info names no tp_size", hint)
+        return Setup(str(info.get("version")), (tp,), info.get("quantization") is not None, layout, dequantizes=True)
 
     def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/model_info`) and its ranks' checksums (`/weights_checker`)."""
@@ -53,27 +45,25 @@ class SglangEngine:
         ranks = answer.get("ranks")
         if not answer.get("success") or not ranks:
             message = "no checksums in its answer" if answer.get("success") else answer.get("message")
-            raise CkptkitError(
-                f"{self.name}/weights_checker: {message}", "it needs an SGLang that knows the action `checksum`"
-            )
-        found = dict[Seat, dict[str, str]]()
+            hint = "it needs an SGLang that knows the action `checksum`"
+            raise CkptkitError(f"{self.name}/weights_checker: {message}", hint)
+        seats = dict[Seat, dict[str, str]]()
         for rank in ranks:
             info = rank["parallelism_info"]
-            first = info[0] if isinstance(info, list) else info  # a list, in later releases with the draft model's too
-            found[tuple(int(first[name]) for name in _SEAT)] = dict(rank["checksums"])
-        # Every tensor parallel rank beside those that answered.
-        if lost := sorted({(rank, *seat[1:]) for seat in found for rank in range(seat[1])} - set(found)):
+            first = info[0] if isinstance(info, list) else info  # later releases list the draft model's after it
+            seats[tuple(int(first[name]) for name in _SEAT)] = dict(rank["checksums"])
+        if lost := sorted({(rank, *seat[1:]) for seat in seats for rank in range(seat[1])} - set(seats)):
             names = ", ".join(f"tensor parallel rank {seat[0]}" for seat in lost)
-            raise CkptkitError(f"{self.name}/weights_checker did not answer for {names}", "is the engine whole?")
-        return EngineState(str(version), found)
+            hint = "check that all ranks of the engine are running"
+            raise CkptkitError(f"{self.name}/weights_checker did not answer for {names}", hint)
+        return EngineState(str(version), seats)
 
 
 def sglang_digest() -> Digest:
-    """SGLang's own function for the checksum of a tensor, on a GPU where there is one: it gives another on a CPU."""
+    """SGLang's own checksum of a tensor, on a GPU if there is one: it differs on a CPU."""
     if find_spec("sglang") is None:
-        raise MissingDependencyError(
-            "SGLang is not installed here, and its checksums are needed", "install the engines' SGLang"
-        )
+        message = "SGLang is not installed here, and its checksums are needed"
+        raise MissingDependencyError(message, "install the engines' SGLang")
     import torch
     from sglang.srt.managers.mm_utils import tensor_hash
 
@@ -86,5 +76,5 @@ def sglang_digest() -> Digest:
 
 
 def computes_as(version: str) -> bool:
-    """Whether an engine of this version computes checksums as SGLang does here, as far as versions tell."""
+    """Whether an engine of this version computes checksums like the installed SGLang, judging by the version."""
     return find_spec("sglang") is None or version == installed("sglang")

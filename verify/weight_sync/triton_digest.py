@@ -1,4 +1,4 @@
-"""The sum behind `device_digest` of `ckptkit.verify.weight_sync.vllm` on a GPU, in one reading and without a wait."""
+"""Computes the sum of `device_digest` of `ckptkit.verify.weight_sync.vllm` on a GPU, in one pass without waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 8  # words a program takes: 32 KiB, so that of the largest parameters a million programs is far
+_BLOCK, _WARPS = 4096, 8  # words a program: 32 KiB, so that no parameter needs a million programs
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -24,7 +24,7 @@ def _sum(words, total, count, PLACE: tl.constexpr, FIRST: tl.constexpr, SECOND: 
 
 
 def add_words(total: Tensor, words: Tensor, factors: tuple[int, int, int]) -> None:
-    """Adds to `total`, int64 [1], every word of `words`, int64 of the same GPU, mixed with its place; modulo 2^64."""
+    """Adds every word of `words` (int64, same GPU), mixed with its index, to `total` (int64 [1]), modulo 2^64."""
     kernel: Any = _sum
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         blocks = triton.cdiv(len(words), _BLOCK)

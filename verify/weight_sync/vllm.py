@@ -1,10 +1,7 @@
-"""Engines of vLLM, as a check of weight updates asks them: by HTTP, or by the `collective_rpc` of one.
+"""Asks engines of vLLM for their weights, by HTTP or by a `collective_rpc`.
 
-From 0.32 on vLLM answers `POST /weight_checker` with a SHA-256 of each parameter of each rank. An older one needs
-`ckptkit.hooks_vllm.WeightReader` as its `worker_extension_cls`, whose answers have the same form, with checksums that a
-GPU computes itself.
-Source: vLLM 0.33.0, `entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py` and
-`model_executor/model_loader/weight_checksum.py`.
+From 0.32 on vLLM answers `POST /weight_checker`; older releases need `ckptkit.hooks_vllm.WeightReader`. Source: 0.33.0,
+`entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py`, `model_executor/model_loader/weight_checksum.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +22,19 @@ from ckptkit.verify.weight_sync.messages import waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-# vLLM's `collective_rpc`: the name of a worker's method; what each worker answered.
+# vLLM's `collective_rpc`: takes the name of a worker's method, returns the answer of each worker.
 Rpc = Callable[[str], Sequence[Any]]
 SETUP, WEIGHTS = "ckptkit_setup", "ckptkit_weights"  # methods of `WeightReader`
 READER = "ckptkit.hooks_vllm.WeightReader"
 _KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
 _SIZES = ("tensor", "data", "pipeline", "prefill_context")  # as `engines._PLACES`
-# What else decides how an engine keeps weights; engines that have it alike keep them alike.
+# Further settings that decide how an engine keeps weights.
 _LAYOUT = {
     "parallel_config": ("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"),
     "model_config": ("quantization", "dtype"),
     "kernel_config": ("moe_backend",),
 }
-_NEVER_SET = "default"  # vLLM's weight version until a trainer gives one
+_NEVER_SET = "default"  # vLLM's weight version until a trainer sets one
 
 
 def vllm_digest(tensor: Tensor) -> str:
@@ -48,28 +45,25 @@ def vllm_digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy()).hexdigest()  # type: ignore[arg-type]
 
 
-_CHUNK = 1 << 22  # words: what is computed in between has 32 MiB, about a GPU's cache
-# Odd, so that a product modulo 2^64 loses nothing: the golden ratio's bits, and the factors of splitmix64.
+_CHUNK = 1 << 22  # words: intermediate results of 32 MiB fit into a GPU's cache
+# The golden ratio's bits and the factors of splitmix64: odd, so that a product modulo 2^64 is invertible.
 _PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def device_digest(tensor: Tensor) -> str:
-    """64 bits of the bytes in row-major order, by a GPU where there is one; a CPU gives the same.
-
-    The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
-    """
+    """64 bits: the sum of all words of 8 bytes in row-major order, each mixed with its index as in splitmix64."""
     return checksums_of([device_sum(tensor)])[0]
 
 
 def checksums_of(sums: Sequence[Tensor]) -> list[str]:
-    """Checksums of what `device_sum` returned, in hexadecimal digits; one wait for all of them."""
+    """Hexadecimal checksums from results of `device_sum`, with one wait for all of them."""
     import torch
 
     return [f"{total % (1 << 64):016x}" for total in torch.cat(list(sums)).tolist()] if sums else []
 
 
 def device_sum(tensor: Tensor) -> Tensor:
-    """What `device_digest` tells, as int64 [1] on the device, which is not waited for."""
+    """The sum of `device_digest` as int64 [1] on the device, without waiting for it."""
     import torch
 
     data = tensor.detach().cuda() if torch.cuda.is_available() else tensor.detach()
@@ -102,7 +96,7 @@ class VllmEngine:
     rpc: Rpc | None = None
 
     def setup(self) -> Setup:
-        """How it was started: `/server_info`, or as `WeightReader` answers."""
+        """Its settings, by `/server_info` or `WeightReader`."""
         config = self._config()
         parallel = config.get("parallel_config", {})
         names = [f"{name}_parallel_size" for name in _SIZES]
@@ -115,11 +109,10 @@ class VllmEngine:
         return Setup("", sizes, quantizes, tuple(layout), digest=None if has_checker else device_digest)
 
     def state(self, setup: Setup) -> EngineState:
-        """Its weight version (`/weight_info`), where it has one, and its ranks' checksums."""
-        version = None
-        if self.server is not None and (info := self.server.ask("weight_info", may_lack=True)) is not None:
-            version = info.get("weight_version")
-        found: dict[Seat, dict[str, str]] = defaultdict(dict)
+        """Its weight version (`/weight_info`), if any, and its ranks' checksums."""
+        info = self.server and self.server.ask("weight_info", may_lack=True)
+        version = info.get("weight_version") if info else None
+        seats: dict[Seat, dict[str, str]] = defaultdict(dict)
         if setup.digest is None and self.server is not None:
             checksums = self.server.require("weight_checker", {"action": "checksum"})["checksums"]
         else:
@@ -129,35 +122,34 @@ class VllmEngine:
                 raise CkptkitError(f"{self.name} names a checksum {key!r:.80}", "this release of vLLM is not known")
             dp, pp, pcp, tp = map(int, match.groups()[:4])
             seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
-            found[seat][match[5]] = str(checksum)
-        if len(found) != prod(setup.sizes):
+            seats[seat][match[5]] = str(checksum)
+        if len(seats) != prod(setup.sizes):
             raise CkptkitError(
-                f"{self.name} answered for {len(found)} of its {prod(setup.sizes)} ranks",
+                f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks",
                 "name each data parallel engine by its own address",
             )
-        return EngineState(None if version == _NEVER_SET else version, found)
+        return EngineState(None if version == _NEVER_SET else version, seats)
 
     def _config(self) -> Mapping[str, Any]:
         if self.server is None:
             return self._call(SETUP)[0]
         config = self.server.require("server_info?config_format=json").get("vllm_config")
         if not isinstance(config, Mapping):
-            raise CkptkitError(f"{self.name} does not say how it was started", "it needs vLLM 0.25 or later")
+            raise CkptkitError(f"{self.name}/server_info has no vllm_config", "it needs vLLM 0.25 or later")
         return config
 
     def _call(self, method: str) -> Sequence[Mapping[str, Any]]:
-        """What each worker answers to a method of `WeightReader`."""
         hint = f"before vLLM 0.32, start it with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
         try:
             with waiting(f"{method} of {self.name}"):
                 if self.server is not None:
-                    found: Sequence[Any] = self.server.require("collective_rpc", {"method": method})["results"]
+                    answers: Sequence[Any] = self.server.require("collective_rpc", {"method": method})["results"]
                 else:
-                    found = self.rpc(method) if self.rpc else []
+                    answers = self.rpc(method) if self.rpc else []
         except CkptkitError as error:
             raise CkptkitError(error.message, f"{error.hint}; {hint}") from error
         except (AttributeError, NotImplementedError) as error:
             raise CkptkitError(f"{self.name}: {words_of(error)}", hint) from error
-        if not found or not all(isinstance(one, Mapping) for one in found):
+        if not answers or not all(isinstance(one, Mapping) for one in answers):
             raise CkptkitError(f"{self.name} answered {method} with no mapping of each worker", hint)
-        return found
+        return answers

@@ -1,4 +1,4 @@
-"""Puts a `WeightSyncCheck` into the class of a trainer that sends weights, without a change to the trainer."""
+"""Puts a `WeightSyncCheck` into the class that sends weights, without a change to the trainer's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.verify.weight_sync.check import WeightSyncCheck
 from ckptkit.verify.weight_sync.messages import job_rank
 
 _CHECK = "_ckptkit_check"
-_HINT = "this release of the trainer sends weights otherwise; see docs/jobs.md for the classes that are known"
+_HINT = "this release of the trainer sends weights in another way; see docs/jobs.md for the classes that are known"
 
 
 def watch_updates(
@@ -23,13 +23,12 @@ def watch_updates(
     when: Callable[[Any], bool] | None = None,
     **options: Any,
 ) -> None:
-    """From now on, objects of the class `updater` check every Nth of their updates.
+    """Makes objects of the class `updater` check every Nth of their updates.
 
-    `send` names its method that takes a list of (name, tensor) as its first argument; each is recorded before it goes.
-    After `update_weights` engines are asked, with the object's `weight_version`. `urls` gives their addresses (None:
-    those of ray actors in `rollout_engines`, by `get_url`), `when` says whether this process checks (None: rank 0 of
-    the job). `options` are those of `WeightSyncCheck`. Raises CkptkitError where the class has no such methods, or is
-    watched already.
+    `send` is the name of its method with a list of (name, tensor) as first argument, which is recorded. After
+    `update_weights` engines are asked, with the object's `weight_version`. `urls` returns their addresses (default: by
+    `get_url` of the ray actors in `rollout_engines`), `when` whether this process checks (default: rank 0 of the job).
+    `options` are those of `WeightSyncCheck`. Raises CkptkitError if a method is missing or the class is watched.
     """
     _require_unwatched(updater, "watch_updates")
     methods = (send, "update_weights")
@@ -41,9 +40,8 @@ def watch_updates(
     @functools.wraps(sending)
     def recorded(self: Any, pairs: Any, *args: Any, **more: Any) -> Any:
         if checks(self):
-            check = vars(self).get(_CHECK)
-            if check is None:
-                check = WeightSyncCheck(_found(addresses(self)), **options)
+            if (check := vars(self).get(_CHECK)) is None:
+                check = WeightSyncCheck(_without_none(addresses(self)), **options)
                 setattr(self, _CHECK, check)
             for name, tensor in pairs:
                 check.record(name, tensor)
@@ -53,9 +51,9 @@ def watch_updates(
     def checked(self: Any, *args: Any, **more: Any) -> Any:
         check = vars(self).get(_CHECK)
         if check is not None and check.due:
-            check.use(_found(addresses(self)))  # engines may have been started again
+            check.use(_without_none(addresses(self)))  # engines may have been restarted
         result = updating(self, *args, **more)
-        if (check := vars(self).get(_CHECK)) is not None:  # the first comes of what was sent meanwhile
+        if (check := vars(self).get(_CHECK)) is not None:  # the first update creates it
             check.after_update(self.weight_version)
         return result
 
@@ -64,13 +62,12 @@ def watch_updates(
 
 
 def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None = None, **options: Any) -> None:
-    """From now on, objects of the class `adapter`, such as verl's `ServerAdapter`, check every Nth of their updates.
+    """Makes objects of the class `adapter`, such as verl's `ServerAdapter`, check every Nth of their updates.
 
-    Its coroutine `update_weights` takes an iterable of (name, tensor) as its first argument; each is recorded before it
-    goes, and afterwards engines are asked. `urls` gives their addresses, and none where this process does not check
-    (None: that of the server which the object's `server_handle` is, on `rollout_rank` 0). `options` are those of
-    `WeightSyncCheck`; its `program` is vllm unless they say otherwise. Raises CkptkitError where the class has no such
-    method, or is watched already.
+    Its coroutine `update_weights` takes an iterable of (name, tensor) as first argument, which is recorded; then
+    engines are asked. `urls` returns their addresses, empty if this process does not check (default: that of the
+    object's `server_handle`, on `rollout_rank` 0). `options` are those of `WeightSyncCheck`, with vllm as default
+    `program`. Raises CkptkitError if the method is missing or the class is watched.
     """
     _require_unwatched(adapter, "watch_rollout")
     if not asyncio.iscoroutinefunction(updating := getattr(adapter, "update_weights", None)):
@@ -79,12 +76,12 @@ def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None 
 
     @functools.wraps(updating)
     async def checked(self: Any, weights: Any, *args: Any, **more: Any) -> Any:
-        if not (found := await asyncio.to_thread(lambda: list(addresses(self)))):
+        if not (engines := await asyncio.to_thread(lambda: list(addresses(self)))):
             return await updating(self, weights, *args, **more)
-        check = vars(self).get(_CHECK) or WeightSyncCheck(found, **{"program": "vllm", **options})
+        check = vars(self).get(_CHECK) or WeightSyncCheck(engines, **{"program": "vllm", **options})
         setattr(self, _CHECK, check)
         if check.due:
-            check.use(found)  # engines may have been started again
+            check.use(engines)  # they may have been restarted
         result = await updating(self, _recorded(check, weights), *args, **more)
         await asyncio.to_thread(check.after_update)
         return result
@@ -99,19 +96,17 @@ def _require_unwatched(owner: type, function: str) -> None:
 
 
 def _recorded(check: WeightSyncCheck, weights: Any) -> Iterator[Any] | AsyncIterator[Any]:
-    """The same pairs, each recorded before it is taken."""
-
-    def now() -> Iterator[Any]:
+    def record() -> Iterator[Any]:
         for name, tensor in weights:
             check.record(name, tensor)
             yield name, tensor
 
-    async def later() -> AsyncIterator[Any]:
+    async def record_async() -> AsyncIterator[Any]:
         async for name, tensor in weights:
             check.record(name, tensor)
             yield name, tensor
 
-    return later() if hasattr(weights, "__aiter__") else now()
+    return record_async() if hasattr(weights, "__aiter__") else record()
 
 
 def _of_ray_server(adapter: Any) -> Iterable[str]:
@@ -124,12 +119,12 @@ def _of_ray_server(adapter: Any) -> Iterable[str]:
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"]
 
 
-def _found(urls: Iterable[str | None]) -> list[str]:
+def _without_none(urls: Iterable[str | None]) -> list[str]:
     return [url for url in urls if url]  # an engine over several nodes has one address
 
 
 def _of_ray_actors(updater: Any) -> Iterable[str | None]:
     import ray
 
-    found: list[str | None] = ray.get([engine.get_url.remote() for engine in updater.rollout_engines])
-    return found
+    urls: list[str | None] = ray.get([engine.get_url.remote() for engine in updater.rollout_engines])
+    return urls

@@ -27,7 +27,7 @@ from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.verify.evidence import reading
 from ckptkit.verify.evidence.both_sides import BothSides
-from ckptkit.verify.evidence.reading import alternating, look
+from ckptkit.verify.evidence.reading import alternating, compare_group
 from ckptkit.verify.run import verify
 
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
@@ -225,7 +225,7 @@ def test_what_a_cluster_has_read_is_hashed_here(
     monkeypatch.setattr(
         reading,
         "parts_on_ray",
-        lambda _, __, checkpoint, groups: (look(BothSides(checkpoint, None), one) for one in groups),
+        lambda _, __, checkpoint, groups: (compare_group(BothSides(checkpoint, None), one) for one in groups),
     )
     path = download(MODEL, releases(NAME), spoiled(releases(NAME)), local_dir=tmp_path / "there")
     assert only(verify(path, ray="auto")).code == "CK124"

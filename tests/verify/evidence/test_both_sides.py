@@ -11,7 +11,7 @@ from support.fixture_types import PathOf
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.evidence import both_sides
-from ckptkit.verify.evidence.both_sides import Both, BothSides
+from ckptkit.verify.evidence.both_sides import BothSides, TensorPair
 from ckptkit.verify.evidence.extremes import extremes
 from ckptkit.verify.evidence.reading import as_hf_view
 
@@ -26,7 +26,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(both_sides, "BUFFER", 2048)
 
 
-def one(sides: BothSides, unreadable: dict[str, str] | None = None) -> Both:
+def one(sides: BothSides, unreadable: dict[str, str] | None = None) -> TensorPair:
     (found,) = sides.read([NAME], unreadable)
     return found
 
@@ -36,8 +36,8 @@ def test_pieces_are_measured_as_the_whole(releases: PathOf, converted: PathOf) -
     hf, path = HfCheckpoint(releases("qwen3_moe")), converted("qwen3_moe")
     megatron = as_hf_view(open_checkpoint(path), path, hf.specs)
     expected = extremes(hf.read([NAME])[NAME])
-    assert one(BothSides(megatron, hf)) == Both(NAME, expected, is_equal=True)
-    assert one(BothSides(hf, None)) == Both(NAME, expected)
+    assert one(BothSides(megatron, hf)) == TensorPair(NAME, expected, is_equal=True)
+    assert one(BothSides(hf, None)) == TensorPair(NAME, expected)
     assert BothSides(megatron, hf).largest([(NAME,)]) == 0
 
 

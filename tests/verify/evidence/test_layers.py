@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.messages import text_with
 
-from ckptkit.verify.evidence.moved import Stages, moved_layers, repeated
+from ckptkit.verify.evidence.moved import Stages, explain_repeats, moved_layers
 
 TWELVE = Stages(12)  # layers of a pipeline that nobody knows
 HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})
@@ -105,12 +105,12 @@ def test_a_known_pipeline_blames_its_own_stages_alone(
 def test_repeated_layers_and_experts() -> None:
     equal = [[name(layer, "q.weight"), name(layer + 6, "q.weight")] for layer in range(6)]
     equal += [[name(1, "k.weight"), name(7, "k.weight")], [name(2, "experts.0.w"), name(2, "experts.5.w")]]
-    layers, experts = repeated(equal, TWELVE)
+    layers, experts = explain_repeats(equal, TWELVE)
     assert layers.text == text_with("{0..5} {6..11} 0 1 2")
     assert "pipeline stage" in layers.hint
     assert len(layers.names) == 14
     assert (experts.text, experts.names) == (text_with("0 5 bytes"), equal[-1])
-    (two,) = repeated([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
+    (two,) = explain_repeats([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
     assert (two.text, two.hint) == (text_with("4 5 bytes"), text_with("belongs"))
     # Two mistakes.
     whose = moved({0: 1, 1: 0, 7: 3})

@@ -17,7 +17,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
 from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
-from ckptkit.verify.evidence.expected import is_of_no_family, require_config, stated_config_of
+from ckptkit.verify.evidence.expected import is_of_no_family, raw_config_of, require_config
 from ckptkit.verify.evidence.folding import chunk_ranges
 from ckptkit.verify.evidence.reading import read_values
 from ckptkit.verify.launch.words import at_places, first_file
@@ -54,7 +54,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not args:
         raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
     # Without --mtp-num-layers a run has no such layers; with it, config.json must agree.
-    dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
+    dims = dims_of(require_config(subject, raw_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(compared(dims))
     where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):

@@ -15,7 +15,7 @@ from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.engines.transformers_class import TIED, TIES, TieFlag
 from ckptkit.verify.checks.config.tokenizer import side_of
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
-from ckptkit.verify.evidence.expected import stated_config_of
+from ckptkit.verify.evidence.expected import raw_config_of
 
 # Endings of the output layer's name in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")
@@ -185,7 +185,7 @@ def _sglang_reads_more(subject: Subject) -> None:
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
     try:
-        needed, _ = keys_of(stated_config_of(subject))
+        needed, _ = keys_of(raw_config_of(subject))
     except (CkptkitError, CannotCheck):
         raise NotApplicable("there is no usable config.json (CK101)") from None
     if not needed:
@@ -195,7 +195,7 @@ def _sglang_reads_more(subject: Subject) -> None:
 @check("CK731", preflight=True, applies_to=_sglang_reads_more)
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as missing."""
-    needed, lacking = keys_of(stated_config_of(subject))
+    needed, lacking = keys_of(raw_config_of(subject))
     tally.compared(len(needed))
     if lacking:
         them, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"

@@ -69,7 +69,7 @@ def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]
 def require_weights(subject: Subject) -> None:
     """Raises CannotCheck if an HF directory has no safetensors file and lists none, which CK103 reports."""
     refuse_other_format(subject.path)
-    if not subject.hf_files.wanted:
+    if not subject.hf_files.loader_files:
         raise CannotCheck("not run because there are no weights", "CK103")
 
 
@@ -155,7 +155,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     refuse_other_format(subject.path)
     tally.compared()
     hint = ""
-    if not (files := subject.hf_files).wanted and files.index is None:
+    if not (files := subject.hf_files).loader_files and files.index is None:
         # verl keeps config and tokenizer in huggingface/, next to the weights.
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
         hint = other_weights(root) or "download its weights, as safetensors"
@@ -209,7 +209,7 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise CannotCheck("not run because index and shards name different tensors", "CK104")
-    total = sum(one.nbytes for one in (files.specs if files.twice else files.shards).values())
+    total = sum(one.nbytes for one in (files.specs if files.duplicates else files.shards).values())
     if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
         is_rows = ", which is the number of rows" if files.total_size == rows else ""
@@ -221,11 +221,11 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The shards have the numbers 1 to N, or from 0, each once and with one N; and no shard was only renamed."""
     files = subject.hf_files
-    if not files.wanted:
+    if not files.loader_files:
         raise CannotCheck("there are no shards", "CK103")
-    tally.compared(len(files.wanted))
+    tally.compared(len(files.loader_files))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
+    for match in filter(None, map(_NUMBERED.fullmatch, files.loader_files)):
         series[match[1]][int(match[3])].append(int(match[2]))
     for stem, totals in series.items():
         yield from _series(stem, totals)

@@ -28,12 +28,12 @@ from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
+    config_or_none,
     expected_of,
+    raw_config_of,
     remarks_of,
     spelling_of,
-    stated_config_of,
     tied_head_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
@@ -43,7 +43,7 @@ from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, la
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config (Megatron: `.metadata` and config) name the same tensors, without duplicates."""
     specs = names_of(subject, listed=True)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     expected = expected_of(subject)
     tally.compared(len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
@@ -75,7 +75,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         known |= frozenset(undeclared.values())
         yield undeclared_issue(undeclared)
     known |= in_second_format(subject)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
     every = [names.keys() for names in (specs, index, expected.shapes if expected else None) if names is not None]
     odd = set[str]().union(*(every[0] ^ other for other in every[1:] if every[0] != other))
@@ -126,7 +126,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     """One issue for the tensors of all layers; a warning if transformers renames them on loading."""
     if (spelling := spelling_of(subject)) is None:
         return
-    config = stated_config_of(subject)
+    config = raw_config_of(subject)
     family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
     rename = f"rename the tensors to {spelling.expected}* (and in the index)"
     if spelling.renamed:
@@ -203,11 +203,11 @@ _DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one ma
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors in two shards, and weight files that the index does not name."""
     index = files.index or {}
-    for homes, names in by_key((tuple(found), name) for name, found in files.twice.items()).items():
+    for homes, names in by_key((tuple(found), name) for name, found in files.duplicates.items()).items():
         named = sorted({index[name] for name in names if name in index})
         home = named[0] if len(named) == 1 and named[0] in homes else None
         others = [file for file in homes if file != home]
-        needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
+        needed = [file for file in others if files.shards[file].specs.keys() - files.duplicates.keys()]
         if home is None:
             hint = "let the index name one of them for all of these tensors, and write the other without them"
         elif needed:
@@ -264,7 +264,7 @@ def _newest(root: Path, files: list[str]) -> str:
 def _has_tower(subject: Subject) -> None:
     only_hf(subject)
     try:
-        config = stated_config_of(subject)
+        config = raw_config_of(subject)
         towers = family_of(config).towers(config)
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
@@ -275,7 +275,7 @@ def _has_tower(subject: Subject) -> None:
 @check("CK730", applies_to=_has_tower)
 def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
-    config = stated_config_of(subject)
+    config = raw_config_of(subject)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
     tally.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):

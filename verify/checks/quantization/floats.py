@@ -19,7 +19,7 @@ from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.quantization_config import misread_floats
 from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, warning_if
-from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.expected import config_or_none
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
@@ -72,7 +72,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"{layout.words}, by config.json for this module"
             yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
     yield from _missing_inputs(weights, listed)
-    if usable_config(subject) is None:  # otherwise CK104 knows which names belong
+    if config_or_none(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in used]
         yield Issue("a quantized weight next to its scale", "no such weight", _AGAIN, names=orphans)
     endings, excluded = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
@@ -159,8 +159,10 @@ def _wrong_scales(one: FloatScales, is_ue8m0: bool) -> Iterator[Issue]:
         yield Issue(limit, f"{one.above} of {one.values} are larger, and make weights infinite in BF16", names=names)
     elif one.negative:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
-    elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
-        yield Issue("scales above zero", f"zero for {one.silenced} blocks with codes that are not zero", names=names)
+    elif one.zero_scale_blocks and (stored.layout.second == "" or one.zero_scale_blocks * _FEW > one.values):
+        yield Issue(
+            "scales above zero", f"zero for {one.zero_scale_blocks} blocks with codes that are not zero", names=names
+        )
     elif is_ue8m0 and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
         yield Issue("powers of two, by scale_fmt ue8m0 in config.json", actual, names=names)
@@ -246,7 +248,7 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The findings of `ckptkit lint` for the engine or `--reader`. Raises CannotCheck for an unknown model."""
-    where, config = "config.json", usable_config(subject)
+    where, config = "config.json", config_or_none(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
     yield from misread
     if any(issue.severity == "error" for issue in misread):

@@ -32,7 +32,7 @@ from ckptkit.verify.checks.quantization import floats
 from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.agreement import agreement
-from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
+from ckptkit.verify.evidence.expected import config_of, config_or_none, is_quantized, packed_parts, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.evidence.packed import (
@@ -54,14 +54,14 @@ def require_quantized(subject: Subject) -> None:
     """Raises NotApplicable for a checkpoint without quantized weights."""
     if subject.is_megatron:
         raise NotApplicable("Megatron holds no INT4 weights")
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if config is not None and not is_quantized(config):
         raise NotApplicable(describe_quantization(config))
 
 
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
-    config = None if subject.is_megatron else usable_config(subject)
+    config = None if subject.is_megatron else config_or_none(subject)
     if config is None or stated_quantization(config) is None:
         require_quantized(subject)
 

@@ -19,7 +19,7 @@ from ckptkit.quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, li
 from ckptkit.quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
 from ckptkit.quant.patterns import check_entries
 from ckptkit.verify.core.check import CannotCheck, Issue, Subject, once
-from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.expected import config_or_none
 from ckptkit.verify.evidence.packed import int4_format_of
 
 _FORMATS = (FORMAT, "mixed-precision")
@@ -66,7 +66,7 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
 @once
 def undeclared_of(subject: Subject) -> Mapping[str, str]:
     """Weights in 8-bit floats and their scales by name, if no config declares a quantization."""
-    config = usable_config(subject) if subject.is_hf else None
+    config = config_or_none(subject) if subject.is_hf else None
     if config is None or stated_quantization(config) is not None or (subject.path / MODELOPT_CONFIG).exists():
         return {}
     specs = subject.hf_files.specs
@@ -85,7 +85,7 @@ def undeclared_issue(undeclared: Mapping[str, str]) -> Issue:
 @once
 def in_second_format(subject: Subject) -> frozenset[str]:
     """The parts of weights in the format of hf_quant_config.json if config.json declares another method (CK303)."""
-    if not subject.is_hf or usable_config(subject) is None or "quant_method" not in differing_configs(subject.path):
+    if not subject.is_hf or config_or_none(subject) is None or "quant_method" not in differing_configs(subject.path):
         return frozenset()
     floats = floats_of(flattened({}, subject.path))
     stored = floats.weights(subject.hf_files.specs) if floats else ()

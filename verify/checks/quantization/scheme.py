@@ -23,7 +23,7 @@ from ckptkit.verify.checks.quantization.floats import float_pairs, stores_floats
 from ckptkit.verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
 from ckptkit.verify.checks.values.source import values_kept
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check
-from ckptkit.verify.evidence.expected import is_quantized, require_config, usable_config
+from ckptkit.verify.evidence.expected import config_or_none, is_quantized, require_config
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
@@ -130,7 +130,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     """Every module with a weight, and its scheme. Raises CannotCheck if config.json does not define the bits."""
-    config, specs = usable_config(subject), subject.hf_files.specs
+    config, specs = config_or_none(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise CannotCheck("config.json does not define the bits of packed weights", "CK101", "CK302")
     groups, (_, floats) = groups_of(config), stored_floats_of(subject)
@@ -183,7 +183,7 @@ def _has_tiles(subject: Subject) -> None:
     require_quantized(subject)
     if subject.not_for_sglang and not (_engine_tp(subject) > 1 and subject.engine == "sglang"):
         raise NotApplicable(subject.not_for_sglang)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if config is not None and int4_format_of(config) is None:
         raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
@@ -191,7 +191,7 @@ def _has_tiles(subject: Subject) -> None:
 @check("CK309", preflight=True, applies_to=_is_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, as SGLang loads them (CK303 checks files)."""
-    config = usable_config(subject)
+    config = config_or_none(subject)
     form = int4_format_of(config) if config else None
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):

@@ -81,7 +81,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(changed))
     origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
     fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"
-    unknown = [file for file in subject.hf_files.wanted if file not in records]
+    unknown = [file for file in subject.hf_files.loader_files if file not in records]
     without = f"; no record of {summarize(unknown)}" if unknown else ""
     tally.facts[DOWNLOAD] = [fact + without]
 

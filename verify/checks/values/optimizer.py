@@ -11,7 +11,7 @@ from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.values.values import require_some
 from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
-from ckptkit.verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
+from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_master, optimizer_values, state_of
 
 # Arguments that keep weights in fewer bits than the saved ones, which then do not follow from masters by rounding.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
@@ -82,7 +82,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
         yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
-        if missing := without_master(values, dtype):
+        if missing := count_without_master(values, dtype):
             actual = f"{missing} of {int(weights.sum())} {dtype} weights have no master weight that rounds to them"
             yield Issue(expected, actual, f"{hint}; or the run does not train all of them")
 

@@ -21,12 +21,12 @@ from ckptkit.verify.core.check import Issue, Subject, Tally, check, only_if, war
 from ckptkit.verify.evidence.compare import TensorDiff
 from ckptkit.verify.evidence.expected import (
     Expected,
+    config_or_none,
     expected_of,
     fp32_names,
     is_cache_scale,
     is_quantized,
     tied_head_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.extremes import Extremes, digest_of, same_bytes
 from ckptkit.verify.evidence.floats.rounding import float_weights
@@ -72,7 +72,7 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     """Tensors of only one side, except those that other checks judge."""
     values = read_values(subject)
     quantized, floats = _judged_by_steps(subject), float_weights(subject)
-    config = usable_config(subject) or {}
+    config = config_or_none(subject) or {}
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
     packed = {name for name in values.only_here if name.endswith((PACKED, *PARTS))}
     packed = {name for name in packed if f"{name.rpartition('.')[0]}.weight" in quantized}
@@ -256,7 +256,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning."""
     values, quantized = read_values(subject), float_weights(subject).judged
     require_some(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
-    fp32 = fp32_names(usable_config(subject))
+    fp32 = fp32_names(config_or_none(subject))
     changed = by_key(
         ((one.source.dtype, one.actual.dtype, name in fp32), name)
         for name, one in values.differences.items()
@@ -287,7 +287,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     placed = {name for one in moved for name in one.names or ()}
     left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
     indices = (expected_of(subject) or Expected({})).indices
-    has_codes = is_quantized(usable_config(subject) or {})
+    has_codes = is_quantized(config_or_none(subject) or {})
     names = [
         name
         for name, one in left.items()

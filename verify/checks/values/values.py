@@ -31,17 +31,17 @@ from ckptkit.storage.regular import read_regular
 from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import (
     Expected,
+    config_or_none,
     expected_of,
     is_cache_scale,
     require_config,
     require_expected,
     tied_head_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.extremes import Extremes
 from ckptkit.verify.evidence.floats.stored import parts_in_floats, scales_in_floats
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
-from ckptkit.verify.evidence.moved import repeated, stages_of
+from ckptkit.verify.evidence.moved import explain_repeats, stages_of
 from ckptkit.verify.evidence.reading import Values, read_values
 from ckptkit.verify.quirks import quirks
 
@@ -106,7 +106,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = read_values(subject).stats
     require_some(tally, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
-    config = usable_config(subject) or {}
+    config = config_or_none(subject) or {}
     scales = scales_in_floats(subject)
     constant: list[str] = []
     for name, stats in values.items():
@@ -135,7 +135,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
     """Those of the constant tensors that may have their initial values."""
-    config = usable_config(subject) or {}
+    config = config_or_none(subject) or {}
     expected = expected_of(subject) or Expected({})
     norms = [stats.constant for name, stats in values.items() if _NORM.search(name)]
     untrained = 2 * sum(norms) > len(norms)
@@ -183,7 +183,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if merged := layers_of(name for names in equal if _are_copies(names, origins) for name in names):
         tally.note(f"layers {ranges(merged)} repeat one another, as the merge in {_MERGED} made them")
         equal = [names for names in equal if not _are_copies(names, origins)]
-    for one in repeated(equal, stages_of(subject)):
+    for one in explain_repeats(equal, stages_of(subject)):
         text, hint = one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
@@ -314,7 +314,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _with_field(subject: Subject, field: str) -> set[str]:
     """HF and Megatron names, from `layers.` on, of the tensors that have this field in the family's mapping."""
-    config = usable_config(subject)
+    config = config_or_none(subject)
     rules = [rule for rule in rules_of(config) if getattr(rule.mapping, field)] if config else []
     return {_inside_model(name) for rule in rules for name in (*rule.hf, rule.megatron)}
 

@@ -32,10 +32,10 @@ from ckptkit.verify.core.check import (
 )
 from ckptkit.verify.evidence.expected import (
     config_of,
+    config_or_none,
     is_cache_scale,
     is_quantized,
-    stated_config_of,
-    usable_config,
+    raw_config_of,
     weights_of,
 )
 from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
@@ -115,7 +115,7 @@ def _may_repack(subject: Subject) -> None:
 
 
 def _require_packed(subject: Subject) -> None:
-    config = usable_config(subject)
+    config = config_or_none(subject)
     if subject.is_megatron or (config is not None and not is_quantized(config)):
         raise NotApplicable("no weight is quantized, so none is repacked without a GPU")
 
@@ -147,7 +147,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     run = run_engine_load(subject, engine)
     if run.report is None:
         message = _refusal(run.failure)
-        _, lacking = keys_of(stated_config_of(subject))
+        _, lacking = keys_of(raw_config_of(subject))
         expected = f"{engine.label}'s model is built and loads the weights"
         yield Issue(expected, message, why_refused(engine, message, lacking))
         return
@@ -172,7 +172,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter is written; all are poisoned before loading."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(stated_config_of(subject), subject.specs) if subject.is_hf else ()
+    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
         tally.compared(report.parameters)

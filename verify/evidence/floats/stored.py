@@ -1,4 +1,4 @@
-"""Reads what an HF checkpoint stores in 8-bit and 4-bit floats: every weight by headers, and what its scales hold."""
+"""Finds the weights of an HF checkpoint in 8-bit and 4-bit floats by headers, and reads their scales."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ from ckptkit.verify.evidence.extremes import digest_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MANY, _SAMPLE = 12, 4096  # different scales, and of how many
+_MANY, _SAMPLE = 12, 4096  # distinct scales among a sample
 
 
 @dataclass(frozen=True)
 class FloatScales:
-    """What the scales of one weight hold."""
+    """The scales of one weight."""
 
     stored: StoredWeight
     values: int
     not_finite: int = 0
-    silenced: int = 0  # blocks with other codes than zero and a scale of zero
+    zero_scale_blocks: int = 0  # blocks with nonzero codes and a scale of zero
     negative: int = 0
     above: int = 0  # powers of two that make weights infinite in bfloat16
-    unrounded: int = 0  # other numbers than powers of two
-    median: float | None = None  # of what finite scales other than zero come to, with the tensor's own
+    unrounded: int = 0  # numbers other than powers of two
+    median: float | None = None  # of finite nonzero scales, combined with the tensor's own scale
     second: float | None = None
-    inputs: dict[str, float] = field(default_factory=dict)  # by name; the one furthest from a number above zero
-    digest: bytes = b""  # of many scales other than powers of two, which no two weights have in common by chance
+    inputs: dict[str, float] = field(default_factory=dict)  # by name; one that is not finite and positive, if any
+    digest: bytes = b""  # of many scales other than powers of two: two weights do not share them by chance
     nbytes: int = 0
 
 
 @once
 def stored_floats_of(subject: Subject) -> tuple[Floats | None, list[StoredWeight]]:
-    """The formats of an HF checkpoint's weights in floats, None without any, and those weights.
-
-    None also where config.json states a format that is not read, which other checks say.
-    """
+    """The formats of an HF checkpoint's weights in floats, None without any or if unsupported, and those weights."""
     floats = None
     with suppress(CkptkitError):
         floats = None if subject.is_megatron else floats_of(subject.hf_files.config)
@@ -57,15 +54,15 @@ def parts_in_floats(subject: Subject) -> frozenset[str]:
 
 @once
 def scales_in_floats(subject: Subject) -> frozenset[str]:
-    """The scales alone, whatever their names end in."""
+    """The scales of weights in floats of 8 and 4 bits."""
     return frozenset(part for one in stored_floats_of(subject)[1] for part in (*one.needed[1:], *one.inputs))
 
 
 @once
 def float_scales_of(subject: Subject) -> list[FloatScales]:
-    """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
-    sound = (one for one in stored_floats_of(subject)[1] if wrong_scale(one, subject.checkpoint.specs) is None)
-    return [_scales_of(subject.checkpoint, stored) for stored in sound]
+    """Reads the scales of every weight that has valid ones. Raises CkptkitError."""
+    checkpoint, (_, weights) = subject.checkpoint, stored_floats_of(subject)
+    return [_scales_of(checkpoint, one) for one in weights if wrong_scale(one, checkpoint.specs) is None]
 
 
 def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
@@ -80,40 +77,39 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
     finite = scales.isfinite()
     mantissa, _ = torch.frexp(scales)
     exponents = raw.view(torch.uint8) if raw.dtype in (torch.uint8, torch.float8_e8m0fnu) else None
-    second = _one(read[stored.second]) if stored.second in read else None
+    second = _worst(read[stored.second]) if stored.second in read else None
     sizes = scales[finite & (scales != 0)].abs()
-    middle = float(sizes.median()) if sizes.numel() else None
-    if middle is not None and second:
-        middle = middle / second if stored.layout.divides else middle * second
+    median = float(sizes.median()) if sizes.numel() else None
+    if median is not None and second:
+        median = median / second if stored.layout.divides else median * second
     zero = scales == 0
     unrounded = int((finite & ~zero & (mantissa.abs() != 0.5)).sum())
-    # So many different numbers are in common to two weights by no chance.
-    is_telling = unrounded >= _MANY and len(set(scales.flatten()[:_SAMPLE].tolist())) >= _MANY
+    is_distinctive = unrounded >= _MANY and len(set(scales.flatten()[:_SAMPLE].tolist())) >= _MANY
     return FloatScales(
         stored,
         scales.numel(),
         int((~finite).sum()),
-        _silenced(checkpoint, stored, zero) if bool(zero.any()) else 0,
+        _zero_scale_blocks(checkpoint, stored, zero) if bool(zero.any()) else 0,
         int((scales < 0).sum()),
         int(((exponents > stored.layout.max_exponent) & finite).sum()) if exponents is not None else 0,
         unrounded,
-        middle,
+        median,
         second,
-        {name: _one(read[name]) for name in stored.inputs if name in read and read[name].is_floating_point()},
-        digest_of(raw) if is_telling else b"",
+        {name: _worst(read[name]) for name in stored.inputs if name in read and read[name].is_floating_point()},
+        digest_of(raw) if is_distinctive else b"",
         sum(tensor.nbytes for tensor in read.values()),
     )
 
 
-def _one(tensor: Tensor) -> float:
-    """The one number, or of several that which is furthest from a finite one above zero."""
+def _worst(tensor: Tensor) -> float:
+    """The first number that is not finite and positive, else the first number."""
     values = tensor.float().flatten()
     bad = values[~(values.isfinite() & (values > 0))]
     return float((bad if bad.numel() else values)[0]) if values.numel() else float("nan")
 
 
-def _silenced(checkpoint: Checkpoint, stored: StoredWeight, zero: Tensor) -> int:
-    """Blocks whose codes are not all zero while their scale is, `zero` in the order of the scales."""
+def _zero_scale_blocks(checkpoint: Checkpoint, stored: StoredWeight, zero: Tensor) -> int:
+    """Counts blocks with nonzero codes and a scale of zero; `zero` in the order of the scales."""
     import torch
 
     from ckptkit.quant.formats.floats.decode import values

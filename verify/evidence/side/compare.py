@@ -1,4 +1,4 @@
-"""Compares every file next to the weights that loaders read, besides config.json and the files of a quantizer."""
+"""Compares the files next to the weights that loaders read, except config.json and the files of a quantizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from ckptkit.verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
-from ckptkit.verify.evidence.side.texts import first_apart, strings_in
+from ckptkit.verify.evidence.side.texts import first_difference, strings_in
 from ckptkit.verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
 from ckptkit.verify.evidence.side_files import (
     GENERATION,
@@ -18,80 +18,59 @@ from ckptkit.verify.evidence.side_files import (
     TOKENIZER_CONFIG,
     SideDifference,
     SideFiles,
-    of_keys,
+    setting_differences,
 )
 
-# Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
+# Other checks compare these files, which a conversion, a merge or a quantizer rewrites.
 _COMPARED_ELSEWHERE = frozenset(
     {"config.json", "adapter_config.json", "metadata.json", "model.safetensors.index.json"}
     | {"quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json"}
 )
 _CODE = "auto_map"
 _WITH_CODE = ("config.json", TOKENIZER_CONFIG, PROCESSOR_CONFIG, PREPROCESSOR, VIDEO)
-# What transformers takes for a key that generation_config.json lacks. Source: `GenerationConfig` of 4.57, and
-# `_get_default_generation_params` of 5.12. Of other keys absent means null, false or zero.
-_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
+# Defaults of keys that generation_config.json lacks; those of other keys are null, false or zero. Source:
+# transformers, `GenerationConfig` of 4.57, and `_get_default_generation_params` of 5.12.
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beams", "num_return_sequences", "num_beam_groups"), 1),
+    **dict.fromkeys(("max_length", "num_assistant_tokens"), 20),
+    **dict.fromkeys(("target_lookbehind", "assistant_lookbehind"), 10),
     "top_k": 50,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "max_length": 20,
-    "length_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
     "use_cache": True,
-    "num_assistant_tokens": 20,
     "max_matching_ngram_size": 2,
     "assistant_confidence_threshold": 0.4,
     "num_assistant_tokens_schedule": "constant",
-    "target_lookbehind": 10,
-    "assistant_lookbehind": 10,
 }
 _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_hash")
 
 
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """How the files of `here` differ from those of `there`, named `place` ("in the source").
-
-    Raises CkptkitError for files that cannot be read, CannotCheck as `text_differences`, at the end.
-    """
+    """Compares all files with those of `there`, named `place` ("in the source"). Raises as `text_differences`."""
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
     yield from processor_differences(here, there, place)
-    yield from _others(here, there, place)
+    yield from _remaining_files(here, there, place)
     yield from text_differences(here, there, place)
 
 
 def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """What puts texts together otherwise, or gives them other ids: chat templates and tokenizers.
-
-    Raises CkptkitError for files that cannot be read and, at the end, CannotCheck for what a library could not be
-    asked.
-    """
+    """Compares chat templates and tokenizers. Raises CkptkitError, and at the end CannotCheck without a library."""
     unable: CannotCheck | None = None
     for differences in (template_differences, tokenizer_differences):
         try:
             yield from differences(here, there, place)
-        except CannotCheck as why:
-            unable = unable or why
+        except CannotCheck as reason:
+            unable = unable or reason
     if unable is not None:
         raise unable
 
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Chat templates by name and what they make of conversations, wherever they are.
-
-    A second text under a name is a difference too. Where transformers is not installed, another text is one.
-    """
+    """Compares chat templates of any file by name and by the conversations that they render with transformers."""
     names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
     for name in names:
-        mine, its = (
-            {text: file for file, other, text in reversed(side.template_places) if other == name}
-            for side in (here, there)
-        )
+        places = (reversed(side.template_places) for side in (here, there))
+        mine, its = ({text: file for file, other, text in some if other == name} for some in places)
         what = f"chat template {name!r}"
         if mine.keys() == its.keys():
             yield from _unread_template(here, there, name)
@@ -102,34 +81,33 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
         odd = [text for text in mine if text not in its] or list(mine)
         words = f"{what} has {len(odd[-1])} characters"
         if (other := there.templates.get(name, next(iter(its), None))) is None:
-            yield SideDifference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
+            yield SideDifference(mine[odd[-1]], what, f"{words} but is missing {place}", is_presentation=True)
             continue
         tokens = {f"{kind}_token": token for kind in SPECIAL if (token := there.special(kind)) is not None}
-        found = render_templates([other, *odd], tokens)
-        shown = [_rendered(texts, found) for texts in found.texts[1:]] if found else []
-        if found and not any(shown):
+        rendered = render_templates([other, *odd], tokens)
+        shown = [_describe_rendered(texts, rendered) for texts in rendered.texts[1:]] if rendered else []
+        if rendered and not any(shown):
             yield from _unread_template(here, there, name)
             continue
         odd, shown = (odd, shown) if not any(shown) else ([odd[shown.index(max(shown))]], [max(shown)])
-        at = first_apart(odd[-1], other)
+        at = first_difference(odd[-1], other)
         apart = f"from character {at} on {shortened(odd[-1][at : at + 24])} instead of {shortened(other[at : at + 24])}"
         words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {apart}"
         words += f"; {shown[-1]} {place}" if shown else ""
         yield SideDifference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
 
 
-def _rendered(texts: Sequence[str], found: RenderedTemplates) -> str:
-    """The first conversation that is rendered otherwise than by the first template, in words."""
-    for name, text, other in zip(found.names, texts, found.texts[0], strict=True):
+def _describe_rendered(texts: Sequence[str], rendered: RenderedTemplates) -> str:
+    for name, text, other in zip(rendered.names, texts, rendered.texts[0], strict=True):
         if text != other and not (is_refusal(text) and is_refusal(other)):
-            start = max(0, first_apart(text, other) - 12)
+            start = max(0, first_difference(text, other) - 12)
             shown = [shortened(one[start : start + 48]) for one in (text, other)]
             return f"{name} is rendered as {shown[0]} but {shown[1]}"
     return ""
 
 
 def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[SideDifference]:
-    """A template that was moved to where the tokenizer or the processor does not look."""
+    """A template in a file that the tokenizer or the processor does not read."""
     mine, its = ({file for file, other, _ in side.template_places if other == name} for side in (here, there))
     readers = {"tokenizers": {"chat_template.json", PROCESSOR_CONFIG}}
     if here.json(PROCESSOR_CONFIG) or here.json(PREPROCESSOR):
@@ -142,23 +120,20 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[S
 
 
 def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """generation_config.json: what is sampled, and where it ends. Ids that it lacks are those of config.json."""
+    """Settings of generation_config.json; token ids that it lacks are those of config.json."""
     mine, its = here.generation, there.generation
-    odd = [
-        key
-        for key in {**its, **mine}
-        if key not in _NOT_OF_GENERATION and _generates(here, key) != _generates(there, key)
-    ]
-    harmless = [key for key in odd if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key]
-    pairs = {key: (mine.get(key), its.get(key)) for key in odd}
-    gone = "" if mine else "the file is missing: "
+    keys = [key for key in {**its, **mine} if key not in _NOT_OF_GENERATION]
+    pairs = {key: (mine.get(key), its.get(key)) for key in keys if _value(here, key) != _value(there, key)}
+    harmless = {"pad_token_id", "use_cache", "cache_implementation"} | {key for key in pairs if "output_" in key}
+    before = "" if mine else "the file is missing: "
     wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
-    yield from of_keys(GENERATION, wrong, place, "error", gone)
-    yield from of_keys(GENERATION, {key: pairs[key] for key in harmless}, place, "warning", gone)
+    yield from setting_differences(GENERATION, wrong, place, "error", before)
+    rest = {key: pair for key, pair in pairs.items() if key in harmless}
+    yield from setting_differences(GENERATION, rest, place, "warning", before)
 
 
-def _generates(side: SideFiles, key: str) -> Any:
-    """The value of a key as generation has it; of token ids, the set of them."""
+def _value(side: SideFiles, key: str) -> Any:
+    """The effective value of a generation setting; token ids as a sorted list."""
     value = side.generation.get(key)
     if key.endswith("_token_id"):
         text = side.config.get("text_config")
@@ -169,18 +144,15 @@ def _generates(side: SideFiles, key: str) -> Any:
 
 
 def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Python files at any depth, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
-
-    Code that `here` lacks is a difference only where its own `auto_map` names code.
-    """
-    mapped, others = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
+    """Compares Python files at any depth, and the entries of `auto_map`, the code that `trust_remote_code` runs."""
+    is_mapped, known = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
     for file in _WITH_CODE:
         entries = _named_code(here.json(file))
-        mapped = mapped or bool(entries)
-        if odd := [one for one in entries if one not in others]:
+        is_mapped = is_mapped or bool(entries)
+        if odd := [one for one in entries if one not in known]:
             words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
             yield SideDifference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
-        elif away := [one for one in entries if one.startswith("/")]:  # transformers reads it, wherever it is
+        elif away := [one for one in entries if one.startswith("/")]:  # transformers reads any path
             words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and not compared"
             yield SideDifference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
     mine, its = ({name for name in side.loaded if name.endswith(".py")} for side in (here, there))
@@ -189,22 +161,22 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
             words = f"there is no such file {place}, and trust_remote_code runs it"
             yield SideDifference(name, "no Python file of this name", words)
         elif name not in mine:
-            if mapped:
+            if is_mapped:  # otherwise nothing runs the code
                 yield SideDifference(name, "Python file", "missing, and auto_map names code")
         elif here.content(name) != there.content(name):
             yield SideDifference(name, "Python file", f"its content is not that of the file {place}")
 
 
 def _named_code(content: Any) -> list[str]:
-    """Every text in an `auto_map` of a JSON file, which a part of it, as an image processor, may have too."""
+    """Every text in an `auto_map` of a JSON file or of a part of it, such as an image processor."""
     if isinstance(content, list):
         return [text for one in content for text in _named_code(one)]
     items = content.items() if isinstance(content, Mapping) else ()
     return [text for key, value in items for text in (strings_in(value) if key == _CODE else _named_code(value))]
 
 
-def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Other files that loaders read, by their content. One that is lost is a warning."""
+def _remaining_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
+    """Compares the content of other files that loaders read. A missing one is a warning."""
     done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, PREPROCESSOR, VIDEO, PROCESSOR_CONFIG}
     done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
     mine, its = ({name for name in side.loaded if not name.endswith(".py")} - done for side in (here, there))

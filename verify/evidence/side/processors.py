@@ -1,7 +1,6 @@
-"""Compares settings of the processors of images, videos and sound, wherever a release of transformers saves them.
+"""Compares settings of the processors of images, videos and sound, in any file that transformers saves them to.
 
-As a program, `python -m ckptkit.verify.evidence.side.processors JOB.json`, it has the installed transformers build
-those of two sides. No code of a checkpoint runs.
+`python -m ckptkit.verify.evidence.side.processors JOB.json` builds two with transformers. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
+from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, setting_differences
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from ckptkit.verify.witnesses.runner import ask
 
 PREPROCESSOR, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 VIDEO_PART = "video_processor"
-PROCESSOR = "processor"  # the part that joins the others; its class is not built, since that takes a tokenizer
-# Where transformers looks for the settings of a part that processor_config.json does not have, in this order.
-# Source: `get_video_processor_dict` and its like in 5.12.
+PROCESSOR = "processor"  # combines the other parts; it is not built, since its class needs a tokenizer
+# Files of a part that processor_config.json lacks, in the order in which transformers reads them. Source:
+# `get_video_processor_dict` and similar functions of 5.12.
 FILES: Mapping[str, tuple[str, ...]] = {
     "image_processor": (PREPROCESSOR,),
     "feature_extractor": (PREPROCESSOR,),
@@ -46,7 +45,7 @@ _TYPES = ("image_processor_type", "feature_extractor_type", "video_processor_typ
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of one part in one file. Releases of transformers differ in which file they read."""
+    """The settings of one part in one file. Releases of transformers read different files."""
 
     part: str
     file: str
@@ -54,52 +53,47 @@ class _Settings:
 
     @property
     def read(self) -> Mapping[str, Any]:
-        """Those that a processor reads; transformers 5 has no classes with the ending `Fast`."""
+        """The settings that a processor reads; transformers 5 has no classes with the ending `Fast`."""
         plain = {key: value for key, value in self.values.items() if key not in _UNREAD}
         return {key: one.removesuffix("Fast") if isinstance(one, str) else one for key, one in plain.items()}
 
 
 def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Settings of `here` that a reader takes otherwise than those of `there`.
-
-    Releases write out more or fewer defaults, so transformers builds both where keys differ. Where it does not know the
-    class, a key that only one side has is a warning.
-    """
+    """Compares settings of processors, with the defaults of transformers if keys differ."""
     mine, its = _stored(here), _stored(there)
     pairs = {(one.part, one.file): (one, _counterpart(one, its)) for one in mine}
-    done = {(one.file, other.file, other.part) for one, other in pairs.values() if other is not None}
+    compared = {(one.file, other.file, other.part) for one, other in pairs.values() if other is not None}
     for one, other in pairs.values():
         yield from _compare(here, there, one, other, place)
     for other in its:
-        found = _counterpart(other, mine)
-        if found is None and other.read:
+        counterpart = _counterpart(other, mine)
+        if counterpart is None and other.read:
             yield SideDifference(other.file, "settings of a processor", "missing")
-        elif found is not None and (found.file, other.file, other.part) not in done:
-            yield from _compare(here, there, found, other, place)
+        elif counterpart is not None and (counterpart.file, other.file, other.part) not in compared:
+            yield from _compare(here, there, counterpart, other, place)
 
 
 def _stored(side: SideFiles) -> list[_Settings]:
-    own = side.json(PROCESSOR_CONFIG)
-    nested = ((part, own.get(key)) for key, part in _NESTED.items())
-    found = [_Settings(part, PROCESSOR_CONFIG, one) for part, one in nested if isinstance(one, Mapping)]
+    config = side.json(PROCESSOR_CONFIG)
+    nested = ((part, config.get(key)) for key, part in _NESTED.items())
+    settings = [_Settings(part, PROCESSOR_CONFIG, one) for part, one in nested if isinstance(one, Mapping)]
     for file, part in ((PREPROCESSOR, "image_processor"), (VIDEO, "video_processor")):
         if content := side.json(file):
             is_sound = "feature_extractor_type" in content and "image_processor_type" not in content
-            found.append(_Settings("feature_extractor" if is_sound else part, file, content))
-    rest = {key: value for key, value in own.items() if key not in _NESTED}
-    return [one for one in found if one.read] + ([_Settings(PROCESSOR, PROCESSOR_CONFIG, rest)] if own else [])
+            settings.append(_Settings("feature_extractor" if is_sound else part, file, content))
+    rest = {key: value for key, value in config.items() if key not in _NESTED}
+    return [one for one in settings if one.read] + ([_Settings(PROCESSOR, PROCESSOR_CONFIG, rest)] if config else [])
 
 
 def _counterpart(one: _Settings, others: Sequence[_Settings]) -> _Settings | None:
-    """What the reader of `one` reads on the other side: the same place, or where it looks next."""
-    places = {(other.part, other.file): other for other in others}
+    """The settings of the other side that the reader of `one` would read."""
+    by_place = {(other.part, other.file): other for other in others}
     if one.part == PROCESSOR:
-        return places.get((PROCESSOR, PROCESSOR_CONFIG))
+        return by_place.get((PROCESSOR, PROCESSOR_CONFIG))
     files = {other.file: other for other in others if other.part != PROCESSOR and other.file != PROCESSOR_CONFIG}
-    nested = places.get((one.part, PROCESSOR_CONFIG))
-    stored = [files[file] for file in FILES[one.part] if file in files]
-    candidates = [nested, *stored] if one.file == PROCESSOR_CONFIG else [files.get(one.file), nested, *stored]
-    return next((other for other in candidates if other is not None), None)
+    first = [] if one.file == PROCESSOR_CONFIG else [files.get(one.file)]
+    candidates = [*first, by_place.get((one.part, PROCESSOR_CONFIG)), *map(files.get, FILES[one.part])]
+    return next(filter(None, candidates), None)
 
 
 def _compare(
@@ -108,14 +102,13 @@ def _compare(
     values, others = one.read, {} if other is None else other.read
     if values == others:
         return
-    # What both read from preprocessor_config.json is one part; a part of its own tells what the other is read as.
+    # preprocessor_config.json may contain several parts: the file of the other side tells which one is meant.
     part = other.part if other is not None and one.file == PREPROCESSOR != other.file else one.part
     built = _build(here, there, part, one, other)
     is_absent = other is None or ((one.part == VIDEO_PART) != (other.part == VIDEO_PART))
     if built is not None and built.refused:
-        yield SideDifference(
-            one.file, "settings that transformers accepts", f"transformers refuses them: {built.refused}"
-        )
+        words = f"transformers refuses them: {built.refused}"
+        yield SideDifference(one.file, "settings that transformers accepts", words)
     elif is_absent and (built is None or other is None):
         if other is not None and other.part == VIDEO_PART and (built is None or built.settings):
             yield SideDifference(other.file, "settings of a processor", "missing")
@@ -127,10 +120,7 @@ def _compare(
 
 
 def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: _Settings | None) -> Built | None:
-    """How the processors that transformers builds of both differ.
-
-    None where it is not installed, and where no class is named, or one that it does not have.
-    """
+    """How the processors that transformers builds differ, or None if it is not installed or cannot build them."""
     sides = [one.read, {} if other is None else other.read]
     if part == PROCESSOR:
         names = [side.json(PROCESSOR_CONFIG).get("processor_class") for side in (here, there)]
@@ -141,15 +131,15 @@ def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: 
     if find_spec("transformers") is None:
         return None
     answer = ask(SettingsJob(part, sides[0], sides[1], models), __name__, Built, _LIMIT_S)
-    if (why := answer.failure) and why.phase == _BUILDING_HERE and "install" not in why.message:
-        return Built(refused=_SCRATCH.sub("this directory", why.message.partition(" (at ")[0]))
+    if (failure := answer.failure) and failure.phase == _BUILDING_HERE and "install" not in failure.message:
+        return Built(refused=_SCRATCH.sub("this directory", failure.message.partition(" (at ")[0]))
     return answer.report
 
 
 def _describe(
     file: str, built: Built | None, values: Mapping[str, Any], others: Mapping[str, Any], place: str
 ) -> Iterator[SideDifference]:
-    """The keys that differ: an error, or a warning for one that only one side has and no class is known to read."""
+    """The keys that differ: an error, or a warning if only one side has the key and no known class reads it."""
     if built is None:
         pairs = {key: (values.get(key), others.get(key)) for key in {**others, **values}}
         known: Set[str] = set()
@@ -158,13 +148,13 @@ def _describe(
         known = {one.key for one in built.settings if one.is_known}
     odd = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     error = {key for key in odd if key in known or (key in values and key in others)}
-    yield from of_keys(file, {key: pair for key, pair in odd.items() if key in error}, place, "error")
-    yield from of_keys(file, {key: pair for key, pair in odd.items() if key not in error}, place, "warning")
+    yield from setting_differences(file, {key: pair for key, pair in odd.items() if key in error}, place, "error")
+    yield from setting_differences(file, {key: pair for key, pair in odd.items() if key not in error}, place, "warning")
 
 
 @dataclass(frozen=True)
 class SettingsJob:
-    """Settings of a part on two sides, as JSON values, and the `model_type` of both, which may decide the class."""
+    """Settings of a part on two sides, and the `model_type` of both, which may decide the class."""
 
     part: str
     here: Mapping[str, Any]
@@ -175,7 +165,7 @@ class SettingsJob:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that differs once transformers has put in its defaults. `is_known`: the class has such an argument."""
+    """A value that differs with the defaults of transformers. `is_known`: the class has such an argument."""
 
     key: str
     here: Any
@@ -185,7 +175,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Built:
-    """What differs between two processors, and why transformers refuses the first, where it does."""
+    """The differences between two processors, or the reason why transformers refuses the first."""
 
     settings: Sequence[Setting] = ()
     refused: str = ""
@@ -208,7 +198,7 @@ class _Processor:
     def __init__(self, part: str, settings: Mapping[str, Any], model: str, others: Mapping[str, Any]) -> None:
         import transformers
 
-        made: Any = None
+        built: Any = None
         if part == PROCESSOR:
             named = getattr(transformers, settings.get("processor_class") or others["processor_class"])
             parameters = inspect.signature(named.__init__).parameters
@@ -219,16 +209,16 @@ class _Processor:
                 (Path(scratch) / "config.json").write_text(json.dumps({"model_type": model}))
                 (Path(scratch) / FILES[part][0]).write_text(json.dumps(settings))
                 reader = getattr(transformers, f"Auto{part.title().replace('_', '')}")
-                made = reader.from_pretrained(scratch, trust_remote_code=False, local_files_only=True)
-            parameters = inspect.signature(type(made).__init__).parameters
-            values = made.to_dict()
+                built = reader.from_pretrained(scratch, trust_remote_code=False, local_files_only=True)
+            parameters = inspect.signature(type(built).__init__).parameters
+            values = built.to_dict()
         self.settings: Mapping[str, Any] = {key: _plain(one) for key, one in values.items()}
-        self.arguments = {*parameters, *getattr(getattr(made, "valid_kwargs", None), "__annotations__", ())}
-        self._made = made
+        self.arguments = {*parameters, *getattr(getattr(built, "valid_kwargs", None), "__annotations__", ())}
+        self._built = built
 
     def value(self, key: str) -> Any:
-        """A setting, or what the class has where it is not set."""
-        return self.settings.get(key, _plain(getattr(self._made, key, None)))
+        """A setting, or the class attribute if it is not set."""
+        return self.settings.get(key, _plain(getattr(self._built, key, None)))
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""What chat templates make of conversations, in the sandboxed environment that transformers renders them in.
+"""Renders conversations with chat templates, in the sandboxed environment of transformers.
 
-As a program, `python -m ckptkit.verify.evidence.side.templates JOB.json`, it renders them. Nothing but the templates
-runs.
+As a program: `python -m ckptkit.verify.evidence.side.templates JOB.json`. Only the templates run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "two calls of tools": [*_TOOLS[:2], _TOOLS[2], _TOOLS[2]],
     "an image": [_PARTS],
 }
-# What a caller may set. Source: Qwen3, DeepSeek-V3.1, gpt-oss, each in its template.
+# Arguments of callers. Source: the templates of Qwen3, DeepSeek-V3.1 and gpt-oss.
 SETTINGS: Sequence[Mapping[str, Any]] = (
     {},
     {"add_generation_prompt": True},
@@ -57,7 +56,7 @@ SETTINGS: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True)
 class TemplateJob:
-    """Templates, and the special tokens that they are given (`bos_token`)."""
+    """Templates, and their special tokens (`bos_token`)."""
 
     templates: Sequence[str]
     tokens: Mapping[str, str]
@@ -66,19 +65,19 @@ class TemplateJob:
 
 @dataclass(frozen=True)
 class RenderedTemplates:
-    """What each template makes of each conversation, or why it refuses it; in one order."""
+    """The text of each conversation by each template, or the reason why the template refuses it."""
 
     texts: Sequence[Sequence[str]]
     names: Sequence[str]  # of the conversations
 
 
 def is_refusal(text: str) -> bool:
-    """Whether a template refused the conversation: in which words does not matter."""
+    """Whether a template refused the conversation, for any reason."""
     return text.startswith(_REFUSED)
 
 
 def render_templates(templates: Sequence[str], tokens: Mapping[str, str]) -> RenderedTemplates | None:
-    """What transformers renders, or None where it is not installed. Raises CannotCheck where it gives no answer."""
+    """Renders with transformers, or None if it is not installed. Raises CannotCheck without an answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None
     answer = ask(TemplateJob(templates, tokens), __name__, RenderedTemplates, _LIMIT_S)

@@ -1,6 +1,6 @@
-"""What the installed `tokenizers` and transformers make of texts with two tokenizers.
+"""Encodes and decodes texts by two tokenizers with the installed `tokenizers` and transformers.
 
-As a program, `python -m ckptkit.verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint is run.
+As a program, `python -m ckptkit.verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckptkit.verify.witnesses.runner import ask
 LIBRARIES = ("tokenizers", "transformers")
 _LOADING_HERE = "loading the tokenizer"
 _LIMIT_S = 180
-_TOKENS = 400  # of the vocabulary that are decoded, one by one and in a row
-_SHOWN = 12  # ids of a text that are printed
+_TOKENS = 400  # tokens of the vocabulary that are decoded, one by one and in a row
+_SHOWN = 12  # printed ids of a text
 _TEXTS = (
     "a b",
     "hello World tokenizer",
@@ -35,21 +35,20 @@ _TEXTS = (
     "def f(x):\n    return x['a'] + 0x1F  # 3.14e-5\n",
     "abc\u200bdef\ufeff\u0000\u2028A",
 )
-_WORDS = 2  # of these are words and single spaces alone
-# A piece of each kind that pre-tokenizers tell apart; every three of them in a row are a text.
+_WORDS = 2  # the number of these with words and single spaces only
+# A piece of each kind that pre-tokenizers distinguish; every three of them in a row are a text.
 _PIECES = ("a", "Bc", "é", "e\u0301", "中", "1", "234", " ", "  ", "\n", "\r\n", ".", "'s", "_", "</", "\U0001f600")
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_ROW = 32  # texts that are tried together at first
-_PLANES = 0x20000  # characters that are tried one by one: those of the first two planes
+_ROW = 32  # texts that are first compared as one
+_PLANES = 0x20000  # the characters of the first two planes are compared one by one
 _NO_TEXT = (range(0xD800, 0xF900), range(0xF0000, 0x110000))  # surrogates and private use
 
 
 @dataclass(frozen=True)
 class TextJob:
-    """Two directories with a tokenizer, the library to ask, and texts of the tokenizers' own, such as added tokens.
+    """Two directories with a tokenizer, the library to load them with, and texts such as added tokens.
 
-    Where `here` and `there` are one directory, what transformers' class makes of its tokenizer.json is compared with
-    tokenizer.json itself, without the ids around a text, of words alone: in rarer texts sound releases differ.
+    If both are one directory, transformers' class is compared with tokenizer.json for words: rarer texts may differ.
     """
 
     library: str
@@ -61,15 +60,15 @@ class TextJob:
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """What a library makes of both tokenizers; each difference in words, empty where there is none."""
+    """The differences between two tokenizers in a library, in words; empty if equal."""
 
     library: str
     texts: int = 0
     ids: str = ""  # of a text
     text: str = ""  # of ids, with or without special tokens
     special: Mapping[str, Sequence[str | None]] = field(default_factory=dict)  # `eos_token` and the like, on both sides
-    refused: str = ""  # why it loads only the tokenizer that should be equalled
-    parts: str = ""  # where tokenizer.json first differs, as tokenizers writes it
+    refused: str = ""  # the reason if it loads only the other tokenizer
+    parts: str = ""  # the first difference of tokenizer.json, as tokenizers writes it
     lengths: Sequence[int] = ()  # model_max_length of both
 
     @property
@@ -79,19 +78,16 @@ class TextAnswer:
 
 
 def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[TextAnswer], str]:
-    """What tokenizers and transformers make of the tokenizers of two directories, up to the first other id or text.
-
-    Without an answer, why there is none.
-    """
+    """The answers of tokenizers and transformers up to the first difference, and the reason if there are none."""
     answers: list[TextAnswer] = []
     reason = "the library tokenizers is not installed"
     for library in LIBRARIES:
-        alone = library == "tokenizers" and not all((root / TOKENIZER).exists() for root in (here, there))
-        if find_spec(library) is None or alone:
+        is_unreadable = library == "tokenizers" and not all((root / TOKENIZER).exists() for root in (here, there))
+        if find_spec(library) is None or is_unreadable:
             continue
-        answer, failed = ask_library(TextJob(library, str(here), str(there), list(dict.fromkeys(strings))))
+        answer, failure = ask_library(TextJob(library, str(here), str(there), list(dict.fromkeys(strings))))
         if answer is None:
-            reason = failed
+            reason = failure
             continue
         answers.append(answer)
         if answer.first or answer.refused:
@@ -100,13 +96,13 @@ def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequ
 
 
 def ask_library(job: TextJob) -> tuple[TextAnswer | None, str]:
-    """The answer of one library, or why there is none. A tokenizer that it refuses is an answer."""
+    """The answer of one library, or None and the reason. A tokenizer that it refuses is an answer."""
     if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
         return None, f"the library {missing[0]} is not installed"
     answer = ask(job, __name__, TextAnswer, _LIMIT_S)
-    if (why := answer.failure) and why.phase == _LOADING_HERE and "install" not in why.message:
-        return TextAnswer(job.library, refused=why.message.partition(" (at ")[0]), ""
-    return answer.report, "" if answer.report else f"{job.library} did not answer {why}"
+    if (failure := answer.failure) and failure.phase == _LOADING_HERE and "install" not in failure.message:
+        return TextAnswer(job.library, refused=failure.message.partition(" (at ")[0]), ""
+    return answer.report, "" if answer.report else f"{job.library} did not answer {failure}"
 
 
 class _Loaded:
@@ -120,30 +116,29 @@ class _Loaded:
         if library == "tokenizers":
             from tokenizers import Tokenizer
 
-            own = Tokenizer.from_file(str(root / TOKENIZER))
-            own.no_truncation()  # transformers sets both anew for every call
-            own.no_padding()
+            fast = Tokenizer.from_file(str(root / TOKENIZER))
+            fast.no_truncation()  # transformers sets both anew for every call
+            fast.no_padding()
             self.encode: Callable[[list[str]], list[list[int]]] = lambda texts: [
-                one.ids for one in own.encode_batch(texts, add_special_tokens=around)
+                one.ids for one in fast.encode_batch(texts, add_special_tokens=around)
             ]
-            self.decode: Callable[[list[int], bool], str] = own.decode
-            self.vocabulary: Mapping[str, int] = own.get_vocab()
-            self.split = lambda text: _pieces(own, text)
-            self.parts = json.loads(own.to_str())
+            self.decode: Callable[[list[int], bool], str] = fast.decode
+            self.vocabulary: Mapping[str, int] = fast.get_vocab()
+            self.split = lambda text: _split(fast, text)
+            self.parts = json.loads(fast.to_str())
             return
         from transformers import AutoTokenizer
 
-        made = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
-        self.encode = lambda texts: made(texts, add_special_tokens=around)["input_ids"] if texts else []
-        self.decode = lambda ids, skip: str(made.decode(ids, skip_special_tokens=skip))
-        self.vocabulary = made.get_vocab()
-        self.special = {f"{kind}_token": getattr(made, f"{kind}_token", None) for kind in ("eos", "bos", "pad", "unk")}
-        self.special |= dict.fromkeys(map(str, made.all_special_tokens), "special")
-        self.length, self.is_fast = made.model_max_length, made.is_fast
+        auto = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+        self.encode = lambda texts: auto(texts, add_special_tokens=around)["input_ids"] if texts else []
+        self.decode = lambda ids, skip: str(auto.decode(ids, skip_special_tokens=skip))
+        self.vocabulary = auto.get_vocab()
+        self.special = {f"{kind}_token": getattr(auto, f"{kind}_token", None) for kind in ("eos", "bos", "pad", "unk")}
+        self.special |= dict.fromkeys(map(str, auto.all_special_tokens), "special")
+        self.length, self.is_fast = auto.model_max_length, auto.is_fast
 
 
-def _pieces(tokenizer: Any, text: str) -> list[str]:
-    """What normalizer and pre-tokenizer make of a text, before the model looks up tokens."""
+def _split(tokenizer: Any, text: str) -> list[str]:
     normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     pieces = tokenizer.pre_tokenizer.pre_tokenize_str(normal) if tokenizer.pre_tokenizer else [(normal, None)]
     return [piece for piece, _ in pieces]
@@ -151,60 +146,57 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
 
 def run(job: TextJob, phases: PhaseLog) -> TextAnswer:
     """Loads both tokenizers and compares them."""
-    is_own = job.here == job.there
+    is_same = job.here == job.there
     phases.enter(Phase(f"loading {job.there}"))
-    there = _Loaded(Path(job.there), LIBRARIES[0] if is_own else job.library, around=not is_own)
+    there = _Loaded(Path(job.there), LIBRARIES[0] if is_same else job.library, around=not is_same)
     phases.enter(Phase(_LOADING_HERE))
-    here = _Loaded(Path(job.here), job.library, around=not is_own)
+    here = _Loaded(Path(job.here), job.library, around=not is_same)
     phases.enter(Phase("encoding texts"))
-    if is_own:
-        texts = _TEXTS[:_WORDS]
-        return TextAnswer(job.library, len(texts), _other_ids(here, there, texts))
+    if is_same:
+        return TextAnswer(job.library, _WORDS, _different_ids(here, there, _TEXTS[:_WORDS]))
     return _compare(job.library, here, there, job.strings)
 
 
 def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> TextAnswer:
-    own = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
-    strings = list(dict.fromkeys([*strings, *own]))
+    in_parts = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
+    strings = list(dict.fromkeys([*strings, *in_parts]))
     short = list(dict.fromkeys(_short_texts(there, strings)))
     texts = list(_all_texts(there)) if here.is_fast and there.is_fast else []
     rows = [" ".join(texts[at : at + _ROW]) for at in range(0, len(texts), _ROW)]
-    ids, text = _other_ids(here, there, short), ""
-    if not ids and (ids := _other_ids(here, there, rows)):
-        ids = _other_ids(here, there, texts) or ids
+    ids, text = _different_ids(here, there, short), ""
+    if not ids and (ids := _different_ids(here, there, rows)):
+        ids = _different_ids(here, there, texts) or ids
     for one in short if not ids else ():
-        if here.split(one) != there.split(one):  # which ids another vocabulary shows
+        if here.split(one) != there.split(one):  # another vocabulary would show it in the ids
             ids = f"{shortened(one)} is split into {shortened(here.split(one))} but {shortened(there.split(one))}"
             break
     for numbers in there.encode(short[: len(_TEXTS) + 3 * len(strings) + _TOKENS]):
         for skip in (False, True):
-            decoded = here.decode(numbers, skip), there.decode(numbers, skip)
-            if decoded[0] != decoded[1]:
-                words = f"{_listed(numbers, numbers)} is {shortened(decoded[0])} but {shortened(decoded[1])}"
-                text = text or words
-    if not ids and here.vocabulary != there.vocabulary:
-        both = here.vocabulary, there.vocabulary
-        token = next(one for one in {**both[1], **both[0]} if both[0].get(one) != both[1].get(one))
-        ids = f"{token!r} is {here.vocabulary.get(token, 'missing')} but {there.vocabulary.get(token, 'missing')}"
+            mine, its = here.decode(numbers, skip), there.decode(numbers, skip)
+            if mine != its and not text:
+                text = f"{_listed(numbers, numbers)} is {shortened(mine)} but {shortened(its)}"
+    mine_ids, its_ids = here.vocabulary, there.vocabulary
+    if not ids and mine_ids != its_ids:
+        token = next(one for one in {**its_ids, **mine_ids} if mine_ids.get(one) != its_ids.get(one))
+        ids = f"{token!r} is {mine_ids.get(token, 'missing')} but {its_ids.get(token, 'missing')}"
     models = [side.parts.get("model", {}) for side in (here, there)]
-    mine, its = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
-    ids = ids or first_other(mine, its, "model")  # which a text may need to meet in a row
+    tables = [{key: model.get(key) for key in ("merges", "vocab")} for model in models]
+    ids = ids or describe_first_difference(*tables, "model")  # only rare texts may show it
     names = {**there.special, **here.special}
-    special = {name: (here.special.get(name), there.special.get(name)) for name in names}
-    special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}
-    parts = first_other(here.parts, there.parts, "") if ids or text else ""
+    pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
+    special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    parts = describe_first_difference(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
     return TextAnswer(library, len(short) + len(texts), ids, text, special, "", parts, lengths)
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every text in a part: what a Replace replaces, a Strip strips."""
+    """Every text in a part, such as the pattern of a Replace."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     yield from [value] if isinstance(value, str) else (text for one in inner for text in strings_in(one))
 
 
-def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
-    """The first text with other ids, in words."""
+def _different_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
     for one, mine, its in zip(texts, here.encode(list(texts)), there.encode(list(texts)), strict=True):
         if mine != its:
             return f"{shortened(one)} is {_listed(mine, its)} but {_listed(its, mine)}"
@@ -212,7 +204,7 @@ def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
 
 
 def _short_texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:
-    """Fixed texts, those of the tokenizers, tokens of the vocabulary alone and in a row, and pieces in a row."""
+    """Fixed texts, texts of the tokenizers, tokens one by one and in a row, and pieces in a row."""
     yield from _TEXTS
     for text in strings:
         yield from (f"a{text}b {text} c", text, f"{text}A")
@@ -232,8 +224,8 @@ def _all_texts(there: _Loaded) -> Iterator[str]:
     yield from (f"a{chr(number)}b" for number in numbers)
 
 
-def first_other(here: Any, there: Any, path: str) -> str:
-    """Where two JSON values first differ, in words: `pre_tokenizer.type is 'Whitespace' but 'Sequence'`."""
+def describe_first_difference(here: Any, there: Any, path: str) -> str:
+    """Describes the first difference of two JSON values: `pre_tokenizer.type is 'Whitespace' but 'Sequence'`."""
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         pairs = {f"{path}.{key}" if path else key: (here.get(key), there.get(key)) for key in {**here, **there}}
     elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
@@ -242,26 +234,26 @@ def first_other(here: Any, there: Any, path: str) -> str:
         mine, its = ("missing" if one is None else shortened(one) for one in _around(here, there))
         return f"{path} is {mine} but {its}"
     key = next((key for key, pair in pairs.items() if pair[0] != pair[1]), None)
-    return first_other(*pairs[key], key) if key is not None else ""
+    return describe_first_difference(*pairs[key], key) if key is not None else ""
 
 
 def _around(here: Any, there: Any) -> tuple[Any, Any]:
-    """Two values, of long texts and lists what is around their first difference."""
+    """Two values; of texts and lists the part around their first difference."""
     if type(here) is not type(there) or not isinstance(here, str | list):
         return here, there
-    start = max(0, first_apart(here, there) - 24)
+    start = max(0, first_difference(here, there) - 24)
     return here[start : start + 48], there[start : start + 48]
 
 
-def first_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Where two sequences first differ."""
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The index of the first difference of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _listed(ids: Sequence[int], other: Sequence[int]) -> str:
-    """The ids of a text, of a long one those up to the first that differs."""
-    start = max(0, first_apart(ids, other) - 2) if len(ids) > _SHOWN else 0
+    """The ids of a text; of a long one those around the first difference."""
+    start = max(0, first_difference(ids, other) - 2) if len(ids) > _SHOWN else 0
     part = list(ids[start : start + _SHOWN])
     return f"{'[… ' if start else '['}{', '.join(map(str, part))}{' …]' if start + _SHOWN < len(ids) else ']'}"
 

@@ -1,4 +1,4 @@
-"""Compares two tokenizers: by their tokens, and by what the installed libraries make of texts with both."""
+"""Compares two tokenizers by their tokens, and by texts that the installed libraries encode and decode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
+from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, describe_first_difference
 from ckptkit.verify.evidence.side_files import (
     ADDED_TOKENS,
     MERGES,
@@ -19,30 +19,29 @@ from ckptkit.verify.evidence.side_files import (
     VOCABULARY_LINES,
     SideDifference,
     SideFiles,
-    of_keys,
+    setting_differences,
     show,
 )
 
 SPECIAL = ("eos", "bos", "pad", "unk")
 _ANOTHER = "another model's tokenizer: "
-# Keys that no id and no text depends on, or that are compared by themselves.
+# Keys that do not affect ids and texts, or that are compared separately.
 _UNREAD = frozenset(
     {"chat_template", "auto_map", "processor_class", "transformers_version", "name_or_path", "_commit_hash"}
     | {"backend", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side"}
     | {"tokenizer_file", "special_tokens_map_file", "model_input_names", "use_default_system_prompt"}
 )
 _UNREAD_PARTS = ("version", "truncation", "padding")
-_UNLIMITED = 10**18  # from here on, transformers has no longest text
-# The class of transformers 5 that takes tokenizer.json as it is, which transformers 4 calls PreTrainedTokenizerFast.
+_UNLIMITED = 10**18  # from this length on, transformers has no limit
+# The class of transformers 5 for any tokenizer.json, which is PreTrainedTokenizerFast in transformers 4.
 ONLY_NEW = "TokenizersBackend"
 
 
 def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """What gives a text other ids, or ids another text, in `here` than in `there`, named `place` ("in the source").
+    """How texts get other ids, or ids another text, in `here` than in `there`, named `place` ("in the source").
 
-    Where a file differs and the tokens do not, libraries are asked for the ids of texts and the texts of ids: what is
-    stored otherwise and gives the same is no difference. Raises CkptkitError for files that cannot be read, and
-    CannotCheck for two formats that no library reads.
+    If files differ and tokens do not, libraries encode and decode texts: files with equal results are no difference.
+    Raises CkptkitError for unreadable files, and CannotCheck for two formats that no library reads.
     """
     files = {*here.tokenizer_files, *there.tokenizer_files}
     if all(here.content(name) == there.content(name) for name in files):
@@ -60,27 +59,26 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
         both = f"the tokenizers of {here.root} and {there.root}"
         raise CannotCheck(f"{both} are stored in two formats, which only transformers could compare: {reason}")
     is_explained = bool(by_vocabulary)
-    seen = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
-    if not answers and here.tokenizer and there.tokenizer:  # whatever is stored otherwise, where both have one
+    found = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
+    if not answers and here.tokenizer and there.tokenizer:
         mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
-        if words := first_other(mine, its, ""):
+        if words := describe_first_difference(mine, its, ""):
             words = f"{words} {place}; no text was tried: {reason}"
-            seen = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
-    yield from (seen := seen or list(_stated(here, there, place)))
-    if not answers and not seen and (words := _settings(here, there)):
-        raise CannotCheck(
-            f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}"
-        )
-    if here.tokenizer_config.get("tokenizer_class") == ONLY_NEW != there.tokenizer_config.get("tokenizer_class"):
-        words = f"tokenizer_class is {ONLY_NEW!r}, which transformers 4 does not have, but "
-        words += f"{show(there.tokenizer_config.get('tokenizer_class'))} {place}"
+            found = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
+    yield from (found := found or list(_different_settings(here, there, place)))
+    if not answers and not found and (words := _first_setting(here, there)):
+        file = here.root / TOKENIZER_CONFIG
+        raise CannotCheck(f"{file}: {words} {place}, which only transformers can judge: {reason}")
+    classes = [side.tokenizer_config.get("tokenizer_class") for side in (here, there)]
+    if classes[0] == ONLY_NEW != classes[1]:
+        words = f"tokenizer_class is {ONLY_NEW!r}, which transformers 4 does not have, but {show(classes[1])} {place}"
         yield SideDifference(TOKENIZER_CONFIG, "tokenizer_class", words, "warning")
 
 
 def _by_answer(
     answer: TextAnswer, here: SideFiles, there: SideFiles, place: str, *, is_explained: bool
 ) -> Iterator[SideDifference]:
-    """What a library makes of both: other ids or texts, else other special tokens and another longest text."""
+    """The differences in a library: ids or texts, else special tokens; and the longest text."""
     is_same = here.tokenizer_config == there.tokenizer_config
     settings = SPECIAL_TOKENS if is_same and here.json(SPECIAL_TOKENS) else TOKENIZER_CONFIG
     file = TOKENIZER if answer.library == "tokenizers" else settings
@@ -88,9 +86,9 @@ def _by_answer(
         words = f"{answer.library} loads the other tokenizer but not this one: {answer.refused}"
         yield SideDifference(file, "tokenizer", words)
     elif answer.first and not is_explained:
-        why = answer.parts if file == TOKENIZER else _settings(here, there)
+        setting = answer.parts if file == TOKENIZER else _first_setting(here, there)
         words = f"in {answer.library} {answer.first} {place}"
-        yield SideDifference(file, "ids of a text", f"{why} {place}; {words}" if why else words)
+        yield SideDifference(file, "ids of a text", f"{setting} {place}; {words}" if setting else words)
     elif answer.special and not answer.first:
         for name, (mine, its) in list(answer.special.items())[:1]:
             is_named = name.endswith("_token")
@@ -104,25 +102,19 @@ def _by_answer(
         yield SideDifference(TOKENIZER_CONFIG, "model_max_length", words, "warning", is_presentation=True)
 
 
-def _stated(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Settings that both sides state, with two values that the installed libraries make the same of; others may not."""
+def _different_settings(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
+    """Settings with two values that give equal results in the installed libraries, but may not in other releases."""
     mine, its = here.tokenizer_config, there.tokenizer_config
     names = (*(f"{kind}_token" for kind in SPECIAL), "additional_special_tokens", "extra_special_tokens")
-    odd = {
-        path: pair
-        for path, pair in _pairs(mine, its, "")
-        if path.partition(".")[0] not in (*_UNREAD, *names, "tokenizer_class") and not path.endswith(".normalized")
-    }
-    yield from of_keys(TOKENIZER_CONFIG, odd, place, "error")
+    skipped = {*_UNREAD, *names, "tokenizer_class"}
+    pairs = ((path, pair) for path, pair in _pairs(mine, its, "") if not path.endswith(".normalized"))
+    odd = {path: pair for path, pair in pairs if path.partition(".")[0] not in skipped}
+    yield from setting_differences(TOKENIZER_CONFIG, odd, place, "error")
     for kind in SPECIAL:
-        values = [
-            {file: text for file in SETTINGS_FILES if (text := side.special_in(file, kind))} for side in (here, there)
-        ]
-        for file, text in values[0].items():
-            if values[1] and text not in values[1].values():
-                words = (
-                    f"{kind}_token is {text!r} but {' or '.join(map(repr, sorted(set(values[1].values()))))} {place}"
-                )
+        tokens = {text for file in SETTINGS_FILES if (text := there.special_in(file, kind))}
+        for file in SETTINGS_FILES if tokens else ():
+            if (text := here.special_in(file, kind)) and text not in tokens:
+                words = f"{kind}_token is {text!r} but {' or '.join(map(repr, sorted(tokens)))} {place}"
                 yield SideDifference(file, f"{kind}_token", words, is_presentation=True)
 
 
@@ -136,20 +128,17 @@ def _pairs(mine: Mapping[str, Any], its: Mapping[str, Any], path: str) -> Iterat
             yield f"{path}{key}", pair
 
 
-def _settings(here: SideFiles, there: SideFiles) -> str:
-    """The first setting of tokenizer_config.json that may explain other ids, in words."""
-    mine, its = (
-        {key: one for key, one in side.tokenizer_config.items() if key not in _UNREAD} for side in (here, there)
-    )
-    return first_other(mine, its, "")
+def _first_setting(here: SideFiles, there: SideFiles) -> str:
+    configs = (side.tokenizer_config.items() for side in (here, there))
+    mine, its = ({key: one for key, one in items if key not in _UNREAD} for items in configs)
+    return describe_first_difference(mine, its, "")
 
 
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
-    """A tokenizer that only one side has."""
     side = there if there.has_tokenizer else here
     file = next((name for name in side.tokenizer_files if name not in SETTINGS_FILES), None)
     if file is None:
-        return  # settings alone are not a tokenizer
+        return  # settings without a vocabulary are not a tokenizer
     if side is there:
         yield SideDifference(file, "tokenizer", "missing", count=max(1, len(there.ids)))
     else:
@@ -157,7 +146,6 @@ def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
 
 
 def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Tokens and their ids, where both sides have a file with all of them."""
     if not (here.reads_vocabulary and there.reads_vocabulary):
         return
     mine, its = here.ids, there.ids
@@ -177,16 +165,12 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
     another = _ANOTHER if 2 * (len(missing) + len(moved)) > len(its) else ""
     file = here.file_of_token((moved or added)[0]) if moved or added else there.file_of_token(missing[0])
     count = len(missing) + len(moved) + len(added)
-    yield SideDifference(
-        file, f"{len(its)} tokens with their ids", another + ", ".join(filter(None, parts)), count=count
-    )
+    words = another + ", ".join(filter(None, parts))
+    yield SideDifference(file, f"{len(its)} tokens with their ids", words, count=count)
 
 
 def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """Files with a vocabulary besides tokenizer.json, which some loaders read instead of it.
-
-    A re-saved tokenizer may lack them, or gain one with the tokens and merges of its tokenizer.json.
-    """
+    """Compares vocabulary files that some loaders read instead of tokenizer.json; a re-saved tokenizer may differ."""
     for name in dict.fromkeys([*there.tokenizer_files, *here.tokenizer_files]):
         if name == TOKENIZER or name in SETTINGS_FILES:
             continue

@@ -15,7 +15,7 @@ from ckptkit.converters.planner import Rule
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.verify.evidence.compare import compare, rows_named
 from ckptkit.verify.evidence.extremes import digest_of, same_bytes
-from ckptkit.verify.evidence.folding import parts_apart, pattern_of
+from ckptkit.verify.evidence.folding import count_differing_parts, pattern_of
 from ckptkit.verify.witnesses.loading.bits import poisoned, unequal
 from ckptkit.verify.witnesses.megatron.job import TensorSeen
 
@@ -173,8 +173,8 @@ class Siblings:
         stored = [one for one in self.rules if one in self.reference.specs]
         pattern, shape = pattern_of(name), self.rules[name].megatron_shape
         siblings = [one for one in stored if one != name and pattern_of(one) == pattern]
-        yield [one for one in siblings if parts_apart(name, one) == 1]
-        yield [one for one in siblings if parts_apart(name, one) != 1]
+        yield [one for one in siblings if count_differing_parts(name, one) == 1]
+        yield [one for one in siblings if count_differing_parts(name, one) != 1]
         if "norm" in name:
             norms = [one for one in stored if "norm" in one and pattern_of(one) != pattern]
             yield [one for one in norms if self.rules[one].megatron_shape == shape]
