@@ -53,8 +53,8 @@ class VerifyOptions:
     dp_attention: SGLang keeps attention whole on every rank.
     megatron: the rest of Megatron's launch.
     against: names of `ckptkit.verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
-    readers: who will load or send INT4 weights, as `--reader` has them; None: `ckptkit.quant.ignore.readers.counting`
-        says.
+    readers: who will load or send INT4 weights, as `--reader` has them; None: those of
+        `ckptkit.quant.ignore.readers.deciding_readers`.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     accept: codes of checks that may stay unchecked, as CK506 without a GPU: the report lists them and is not
         inconclusive because of them.

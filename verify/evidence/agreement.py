@@ -10,10 +10,10 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.quant.formats.groups import groups_of, targets_of
 from ckptkit.quant.formats.part_names import PACKED, packed_in
-from ckptkit.quant.formats.scheme import listed
-from ckptkit.quant.ignore.agree import Question, advice, described, is_untargeted, severities
+from ckptkit.quant.formats.scheme import get_list
+from ckptkit.quant.ignore.agree import Question, advice, describe_divergences, is_untargeted, severities
 from ckptkit.quant.ignore.names import forbidden, matrices_named, matrices_of
-from ckptkit.quant.ignore.readers import INT4_READERS, counting
+from ckptkit.quant.ignore.readers import INT4_READERS, deciding_readers
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.evidence.folding import by_key
@@ -45,7 +45,7 @@ def agreement(
     Which disagreement is an error is for `severities`; `asked`, `engine` and `updated` are as there. Raises
     CkptkitError as `groups_of` and `class_tree` do.
     """
-    ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
+    ignore, tree, stored = get_list(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     # Linear layers that are stored under no name of their own, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})
     absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
@@ -58,7 +58,7 @@ def agreement(
     # What every reader with classes expects otherwise, so that the list's spelling is not the cause.
     tensors = by_key((one.tensor, one.reader) for one in found)
     everybody = {tensor for tensor, who in tensors.items() if _BY_CLASS.issubset(who)}
-    readers = counting(asked, engine)
+    readers = deciding_readers(asked, engine)
     pairs = [
         (matrix, forbidden(matrix, tree, readers)) for matrix, packs in zip(matrices, packed, strict=True) if packs
     ]
@@ -70,7 +70,9 @@ def agreement(
     for reader, its in by_key((one.reader, one) for one in others).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
-        issues.append(Issue(expected, "; ".join(described(its)), hint, file="config.json", severity=severity))
+        issues.append(
+            Issue(expected, "; ".join(describe_divergences(its)), hint, file="config.json", severity=severity)
+        )
     missing = [
         matrix.module
         for matrix, packs in zip(matrices, packed, strict=True)

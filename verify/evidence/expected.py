@@ -282,7 +282,7 @@ def _float_parts(
     for layout in floats.layouts:
         codes = name + layout.codes
         endings = (*layout.scales, *([layout.second] if layout.second else []), *layout.inputs)
-        beside = [part for ending in endings if (part := layout.beside(name, ending)) in names]
+        beside = [part for ending in endings if (part := layout.part_name(name, ending)) in names]
         if codes in names and (layout.codes or beside):
             spec = names[codes]
             whole = not isinstance(spec, TensorSpec) or (layout.number == E4M3 and not layout.codes)

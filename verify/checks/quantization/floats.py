@@ -13,7 +13,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.quant.formats.floats.layout import E4M3
 from ckptkit.quant.formats.part_names import INT4_ENDINGS
 from ckptkit.quant.formats.release import StoredWeight, wrong_scale
-from ckptkit.quant.ignore.agree import described
+from ckptkit.quant.ignore.agree import describe_divergences
 from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
 from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
@@ -304,7 +304,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"{floats.words}, as config.json says"
             yield Issue(expected, actual, f"{hint}, or quantize", file=where, severity=severity)
         return
-    for refusal in found.refusals():
+    for refusal in found.find_refusals():
         always = refuses_own_format(refusal.readers, subject.readers)
         if who := [reader for reader in refusal.readers if always or reader in counting]:
             yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
@@ -312,4 +312,4 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
         unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
-        yield Issue(expected, "; ".join(described(own)), hint, file=where)
+        yield Issue(expected, "; ".join(describe_divergences(own)), hint, file=where)

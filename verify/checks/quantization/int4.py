@@ -14,10 +14,10 @@ from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from ckptkit.quant.formats.groups import Group, groups_of, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
-from ckptkit.quant.formats.scheme import listed
+from ckptkit.quant.formats.scheme import get_list
 from ckptkit.quant.ignore.agree import NOTHING_PACKED
-from ckptkit.quant.ignore.names import matrices_of, spell
-from ckptkit.quant.ignore.readers import BY_CLASS, counting
+from ckptkit.quant.ignore.names import entry_for, matrices_of
+from ckptkit.quant.ignore.readers import BY_CLASS, deciding_readers
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tiles import UNPACKED, fused_in_transformers
 from ckptkit.quant.ignore.tree import class_tree
@@ -122,7 +122,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
-        hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
+        hint = f"quantize again with '{entry_for(names[0])}' in ignore, which every reader takes alike"
         packed = [name + PACKED for name in names]
         yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
@@ -254,8 +254,11 @@ def _by_targets(
     with suppress(CkptkitError):  # CK302 says that the model is not known
         tree = class_tree(config) if len(groups) > 1 else None
         matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
-        readers = (*(BY_CLASS[:1] if subject.readers is None else ()), *counting(subject.readers, subject.engine))
-        readings = read_all(readers, matrices, listed(quantization_of(config), "ignore"), config, targets_of(groups))
+        readers = (
+            *(BY_CLASS[:1] if subject.readers is None else ()),
+            *deciding_readers(subject.readers, subject.engine),
+        )
+        readings = read_all(readers, matrices, get_list(quantization_of(config), "ignore"), config, targets_of(groups))
         for reader in readers:
             for matrix, target in zip(matrices, readings[reader].targets, strict=False):
                 if target is not None and target.kind == "packs":

@@ -207,7 +207,7 @@ class Loaded:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
         lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
-        wanted = engine_class(self.engine.FACTS.name, self.config).wants_unused
+        wanted = engine_class(self.engine.FACTS.name, self.config).requires_unused
         for name in () if wanted else unused_names(self.config):
             if (place := self.place(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False

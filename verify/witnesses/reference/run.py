@@ -12,7 +12,7 @@ from ckptkit.converters.config.values import language_part
 from ckptkit.converters.planner import expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import size
-from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.quant.engines.transformers_class import transformers_deviation
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.expected import config_of, is_quantized
@@ -64,7 +64,7 @@ def run_prediction(subject: Subject) -> Reference:
 def check_reference(subject: Subject, prompts: Ids) -> None:
     """Raises CannotCheck where transformers is known to compute another model for prompts."""
     config = config_of(subject)
-    why = unlike_transformers(config, max(map(len, prompts)))
+    why = transformers_deviation(config, max(map(len, prompts)))
     if why:
         raise CannotCheck(f"transformers is not a reference for this model: {why}")
 
