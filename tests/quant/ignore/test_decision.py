@@ -336,7 +336,7 @@ def test_refuses_what_readers_take_differently(
     if spelling is None:
         return
     assert f"'{spelling}'" in hint
-    followed = [*NAMED_ALWAYS, *(entry for entry in entries if f"instead of '{entry}'" not in hint), spelling]
+    followed = [*NAMED_ALWAYS, *(entry for entry in entries if f"replace '{entry}'" not in hint), spelling]
     select_int4_weights(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
 
 
@@ -345,7 +345,7 @@ def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[st
     with pytest.raises(CkptkitError, match=r"would pack model\.layers\.\{0\.\.11\}\.self_attn\.q_proj") as caught:
         select_int4_weights(specs["qwen2-untied"], model_config("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
     hint = caught.value.hint or ""
-    assert hint.count("instead of") == 3
+    assert hint.count("replace") == 3
     assert hint == text_with("9 entries")
 
 
