@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.quant.formats.groups import refusals
+from ckptkit.quant.formats.groups import find_refusals
 from ckptkit.quant.ignore.matching import covering
 from ckptkit.quant.ignore.readers import readers_of
 from ckptkit.quant.schemes.interface import Request
@@ -91,7 +91,7 @@ def _check_refused(config: Mapping[str, Any], scheme: Scheme, request: Request) 
     """Raises CkptkitError where one of the readers refuses the config of what would be written."""
     if config["quantization_config"].get("quant_method") != "compressed-tensors":
         return
-    for refusal in refusals(config):
+    for refusal in find_refusals(config):
         if who := [reader for reader in readers_of(request.readers) if reader in refusal.readers]:
             message = f"{scheme.title} {request.where}: {' and '.join(who)} would refuse it: {refusal.what}"
             raise CkptkitError(message, refusal.hint, code="unsupported")

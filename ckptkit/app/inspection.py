@@ -186,9 +186,9 @@ def _delta_facts(path: Path) -> dict[str, Any]:
 def _quantization(checkpoint: HfCheckpoint) -> str | None:
     if not is_quantized(checkpoint.config):
         return "the cache alone" if stated_quantization(checkpoint.config) else None
-    from ckptkit.quant.formats.dequantize import described
+    from ckptkit.quant.formats.dequantize import describe_format
 
-    return described(checkpoint.config, checkpoint.specs)
+    return describe_format(checkpoint.config, checkpoint.specs)
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

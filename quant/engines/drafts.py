@@ -45,14 +45,14 @@ def has_class(engine: str, draft: Draft) -> bool:
     return nested or draft.name in registries()[engine].drafts
 
 
-def random_head(draft: Draft, stored: Mapping[str, Any]) -> bool:
+def has_random_head(draft: Draft, stored: Mapping[str, Any]) -> bool:
     """Whether SGLang 0.5.16 has no value for the output layer: it takes the target's by draft_vocab_size alone."""
     if draft.version != 3 or not has_class("sglang", draft) or draft.config.get("draft_vocab_size") is None:
         return False
     return HEAD not in stored and not draft.needs(HEAD) and not flag(draft.config, "tie_word_embeddings", False)
 
 
-def unfilled(draft: Draft, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def missing_biases(draft: Draft, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """What engines' classes have beside what is stored, or lack: what should be, what is, and the next move."""
     sglang, release = has_class("sglang", draft), registries()["sglang"].release
     if draft.version != 3 and sglang and "fc.bias" not in stored:

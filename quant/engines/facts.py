@@ -54,7 +54,7 @@ class EngineClass:
     # Its routers are quantized where `ignore` does not name them.
     packs_routers: bool = False
     # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
-    wants_unused: bool = False
+    requires_unused: bool = False
     # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone
     # (`model.layers.`, without the wrapper's prefix). Otherwise it answers with the base, silently.
     adapters_of_text: bool = True

@@ -103,7 +103,7 @@ _UNLIKE: Mapping[str, Callable[[Mapping[str, Any], int], str | None]] = {
 }
 
 
-def unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+def transformers_deviation(config: Mapping[str, Any], tokens: int) -> str | None:
     """Why transformers, as installed, computes another model from a config, for prompts of so many tokens; or None."""
     unlike = _UNLIKE.get(str(config.get("model_type")))
     return None if unlike is None else unlike(config, tokens)

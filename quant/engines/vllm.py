@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ckptkit.quant.engines.facts import EngineClass
 
 _TOWER_ADAPTERS = EngineClass(adapters_of_text=False)
-_GEMMA4 = EngineClass(inside=(("experts", "moe.experts"),), wants_unused=True)
+_GEMMA4 = EngineClass(inside=(("experts", "moe.experts"),), requires_unused=True)
 _STEP = EngineClass(inside=(("share_expert", "moe.share_expert"),))
 _DEEPSEEK_V4_PARTS = (
     *(("wq_a", "fused_wqa_wkv"), ("wkv", "fused_wqa_wkv")),

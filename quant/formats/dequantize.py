@@ -137,7 +137,7 @@ def floats_of(config: Mapping[str, Any]) -> Floats | None:
     return form if isinstance(form, Floats) else None
 
 
-def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
+def describe_format(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
     """Describes in one line how a checkpoint is quantized, and how many tensors; None when it is not quantized."""
     if quantization_of(config) is None:
         return None
@@ -156,7 +156,7 @@ def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str
 def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:
     """Raises CkptkitError unless the tensors that no step takes are plain weights."""
     if orphans := [spec.name for spec in left if spec.name.endswith(form.parts)]:
-        what = f"{release.home(orphans[0])}: no quantized weight is stored with {summarize(orphans)}"
+        what = f"{release.location(orphans[0])}: no quantized weight is stored with {summarize(orphans)}"
         raise CkptkitError(what, "a shard is missing or stale: compare the names with the release's index")
     for spec in left:
         if spec.dtype not in _PLAIN:

@@ -152,7 +152,7 @@ def group_of(groups: Sequence[Group], module: str) -> Group | None:
     return next((group for target in order for group in reversed(groups) if target in group.names), None)
 
 
-def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """What readers refuse or ignore of this config, though it is valid by itself.
 
     Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`), of transformers 5.12.1
@@ -173,7 +173,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
         )
     yield from _not_compressed(content, groups)
     yield from _ignored(content)
-    yield from rounded(content)
+    yield from find_rounded_activations(content)
     if packed and isinstance(form, str) and form != FORMAT:
         yield Refusal(
             SGLANG,
@@ -260,7 +260,7 @@ def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
         )
 
 
-def rounded(content: Mapping[str, Any]) -> Iterator[Refusal]:
+def find_rounded_activations(content: Mapping[str, Any]) -> Iterator[Refusal]:
     """Activations and cached keys and values of integers below 8 bits, to which transformers rounds them."""
     groups = [group for group in content["config_groups"].values() if group.get("weights")]
     schemes = [("kv_cache_scheme", content.get("kv_cache_scheme"))]

@@ -21,7 +21,7 @@ TWO_CONFIGS = (
 )
 
 
-def flattened(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def unify_configs(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The config with a quantization_config: its own, else that of hf_quant_config.json, both in one form.
 
     ModelOpt's `exclude_modules` of a nested config is called `ignore` there, as every reader takes it.
@@ -49,7 +49,7 @@ def differing_configs(path: Path) -> dict[str, str]:
         return {}
     config = read_json(path / "config.json")
     try:
-        first, second = (flattened(one, path) for one in (config, {}))
+        first, second = (unify_configs(one, path) for one in (config, {}))
     except CkptkitError as error:
         return {"file": error.message}
     ours, theirs = quantization_of(first), quantization_of(second)

@@ -127,7 +127,7 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     )
 
 
-def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
+def to_sglang_zero_points(zero_point: Tensor, rows: int, name: str) -> Tensor:
     """Converts int32 [ceil(rows / 8), groups] (compressed-tensors) to int32 [groups, rows / 8] (SGLang).
 
     A word of the result holds eight rows in AWQ's order. Raises CkptkitError when the rows do not fill words.
@@ -144,7 +144,7 @@ def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
     return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))
 
 
-def of_sglang_experts(zero_point: Tensor) -> Tensor:
+def from_sglang_zero_points(zero_point: Tensor) -> Tensor:
     """The zero points int8 [rows, groups] of int32 [groups, rows / 8] in SGLang's layout."""
     groups, words = zero_point.shape
     codes = unpack(zero_point, (groups, words * CODES_PER_WORD)).view(groups, words, CODES_PER_WORD)
@@ -228,7 +228,7 @@ def _dequantized(
     release.check_finite(scale.name, scales * _MAX_DISTANCE)
     if not zero:
         return [unpacked(words, scales, shape)]
-    zero_point = of_sglang_experts(zero[0]) if of_sglang else unpack_zero_point(zero[0], scale.shape)
+    zero_point = from_sglang_zero_points(zero[0]) if of_sglang else unpack_zero_point(zero[0], scale.shape)
     return [unpacked(words, scales, shape, zero_point)]
 
 

@@ -35,13 +35,13 @@ class Release:
         shards = source.shards.values() if isinstance(source, HfCheckpoint) else []
         return cls(where, source.specs, {name: shard.path for shard in shards for name in shard.specs})
 
-    def home(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """Returns the file that holds a tensor, or `where` when it is not known."""
         return str(self.files.get(name, self.where))
 
     def refused(self, name: str, why: str, hint: str) -> CkptkitError:
         """Returns an error that names a tensor, its shape and dtype, and its file."""
-        return CkptkitError(f"{self.home(name)}: {self.specs.get(name, name)} {why}", hint)
+        return CkptkitError(f"{self.location(name)}: {self.specs.get(name, name)} {why}", hint)
 
     def require(self, name: str, beside: str) -> TensorSpec:
         """Returns the tensor `name`, which `beside` needs. Raises CkptkitError when it is missing."""
@@ -147,10 +147,10 @@ class Floats:
 
 def _stored(layout: Layout, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight:
     name = layout.weight(codes.name)
-    names = [layout.beside(name, ending) for ending in layout.scales]
+    names = [layout.part_name(name, ending) for ending in layout.scales]
     scale = next((one for one in names if one in specs), names[0])
-    second = layout.beside(name, layout.second) if layout.second else None
-    inputs = tuple(layout.beside(name, ending) for ending in layout.inputs)
+    second = layout.part_name(name, layout.second) if layout.second else None
+    inputs = tuple(layout.part_name(name, ending) for ending in layout.inputs)
     return StoredWeight(name, layout, codes, layout.shape(codes), scale, second, inputs)
 
 

@@ -159,7 +159,7 @@ def parse(content: Mapping[str, Any]) -> QuantizationConfig:
     return parsed
 
 
-def listed(content: Mapping[str, Any], key: str) -> list[Any]:
+def get_list(content: Mapping[str, Any], key: str) -> list[Any]:
     """A list of a `quantization_config`, empty where it is not there or null. Raises CkptkitError for anything else."""
     value = content.get(key)
     if value is not None and not isinstance(value, list):
@@ -180,7 +180,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
         raise CkptkitError(describe_quantization(config), "give a checkpoint that `ckptkit quantize` or a release made")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
-    check_entries(listed(content, "ignore"), "config.json: ignore")
+    check_entries(get_list(content, "ignore"), "config.json: ignore")
     parsed = parse(content)
     _require("kv_cache_scheme", parsed.kv_cache_scheme, None)
     _require("number of config_groups", len(parsed.config_groups), 1)

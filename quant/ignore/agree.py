@@ -79,7 +79,7 @@ def divergences(
 
 def _cause(reading: Reading, is_base: bool, matrix: Matrix, index: int) -> str:
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
-    if not reading.asked[index] or (is_base and matrix.torch_class is None):
+    if not reading.lookups[index] or (is_base and matrix.torch_class is None):
         return "because it has no quantized layer for it, whatever the list contains"
     if answer == "packs":
         return "because no entry covers it"
@@ -94,9 +94,9 @@ def reason_of(several: Sequence[Divergence]) -> str:
     """The reason why a reader treats these tensors differently; they have one cause."""
     entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
     if entries and not (several[0].answer == "refuses" and several[0].covering):
-        return f"because of how it reads {shown(entries)}"
+        return f"because of how it reads {quote_some(entries)}"
     covering = fold(dict.fromkeys(entry for one in several for entry in one.covering))
-    return several[0].cause.replace("{}", shown(covering))
+    return several[0].cause.replace("{}", quote_some(covering))
 
 
 def kind_of(one: Divergence) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
     if reading is base or pattern not in reading.covers:
         return False
     is_covered = base.covered(pattern, index)
-    return any((name in reading.covers[pattern]) != is_covered for name in reading.asked[index])
+    return any((name in reading.covers[pattern]) != is_covered for name in reading.lookups[index])
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,13 @@ def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries if readers interpret `ignore` differently."""
     if found := question.divergences(ignore):
         raise CkptkitError(
-            "readers do not agree on the ignore list", advice(found, question, ignore), list(described(found))
+            "readers do not agree on the ignore list",
+            advice(found, question, ignore),
+            list(describe_divergences(found)),
         )
 
 
-def described(found: Iterable[Divergence]) -> Iterator[str]:
+def describe_divergences(found: Iterable[Divergence]) -> Iterator[str]:
     """Describes divergences, one line for each kind; entries that differ only in numbers are one kind."""
     kinds: dict[tuple[str, Answer, tuple[str, ...]], list[Divergence]] = defaultdict(list)
     for one in found:
@@ -156,7 +158,7 @@ def quoted(patterns: Iterable[str]) -> str:
     return ", ".join(f"'{pattern}'" for pattern in patterns)
 
 
-def shown(patterns: Sequence[str]) -> str:
+def quote_some(patterns: Sequence[str]) -> str:
     """Like `quoted`, but shortens a long list."""
     more = len(patterns) - _SHOWN
     return quoted(patterns[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

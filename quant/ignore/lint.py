@@ -87,7 +87,7 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     entries = tuple(dict.fromkeys([*kept, *entries_for(missing, packed)]))
     # Unpacked Linear layers, by transformers' names, that only the old list covers.
     before, after = (
-        {name for entry in several for name in subject.spelled(entry)} for several in (subject.ignore, entries)
+        {name for entry in several for name in subject.covered_linears(entry)} for several in (subject.ignore, entries)
     )
     entries += tuple(sorted(before - after - packed))
     return None if subject.divergences(subject.read(entries)) else entries
@@ -104,7 +104,7 @@ def _list_module_names(subject: IgnoreList) -> tuple[str, ...] | None:
     names = (
         fused_layer(matrix.module, None) if matrix.expert else matrix.module
         for index, (matrix, packs) in enumerate(subject.pairs)
-        if not packs and any(reading.asked[index] for reading in readings)
+        if not packs and any(reading.lookups[index] for reading in readings)
     )
     entries = tuple(dict.fromkeys([*sorted(names, key=_by_number), *subject.idle]))
     if any(row.refuses(entry) for row in subject.rows.values() for entry in entries):
@@ -127,7 +127,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
                 folded[indices] = tuple(fold(subject.matrices[index].tensor for index in indices))
             table.setdefault(pattern, {})[reader] = folded[indices]
         if not any(table[pattern].values()):
-            spelled = tuple(fold(f"{name}.weight" for name in sorted(subject.spelled(pattern))))
+            spelled = tuple(fold(f"{name}.weight" for name in sorted(subject.covered_linears(pattern))))
             table[pattern] |= dict.fromkeys(set(table[pattern]) & {"compressed-tensors", "transformers"}, spelled)
     return table
 

@@ -34,7 +34,7 @@ _WHOLE = re.compile(r"(.+\.)?(indexer|linear_attn|experts)\..*")
 _ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)+$")
 
 
-def spell(module: str) -> str:
+def entry_for(module: str) -> str:
     """Returns an entry for this module in every layer: a regular expression for module and parameter names.
 
     Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers
@@ -52,7 +52,7 @@ def _spell_tail(tail: str) -> str:
 
 def ignore_options(names: Iterable[str]) -> str:
     """The options that leave these weights out, for a message."""
-    entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in names)
+    entries = dict.fromkeys(entry_for(name.removesuffix(".weight")) for name in names)
     return " ".join(f"--ignore '{entry}'" for entry in entries)
 
 
@@ -232,12 +232,12 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[s
         vllm = _in_vllm(fused_layer(f"{prefix}{rest}", None)) if in_vllm else None
         return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses, own)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
-        linear = not deep and (module in tree.spelled if tree.whole else _NO_LINEAR.fullmatch(module) is None)
+        linear = not deep and (module in tree.linear_names if tree.whole else _NO_LINEAR.fullmatch(module) is None)
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = sglang_class.layer_outside(fused_layer(module, None)) if linear else None
         asked_as = vllm_class.layer_outside(module) or module
         own = f"model.{module}".replace(".vision_model.", ".")  # transformers up to 4.57 has the latter part
-        own_name = own if own in tree.spelled else None
+        own_name = own if own in tree.linear_names else None
         return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry, transformers=own_name)
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family, config)
@@ -254,7 +254,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[s
         reason,
         sglang,
         module if is_alone else fused and vllm_class.layer(_in_vllm(fused)),
-        dense.entry if dense else spell(module),
+        dense.entry if dense else entry_for(module),
         module in tree.experts,
         transformers=release.own_name(module) if release and tree.outside and release.linears_outside else None,
     )

@@ -124,7 +124,7 @@ class ListReader:
     readers: tuple[str, ...]
     # The names that they look up: of modules by their class, of the layers of an engine, of modules as transformers
     # builds them, of parameters, or ("entry") of whatever an entry may name.
-    asks: Literal["class", "sglang", "vllm", "transformers", "parameter", "entry"]
+    namespace: Literal["class", "sglang", "vllm", "transformers", "parameter", "entry"]
     methods: tuple[Method, ...]
     keys: tuple[str, ...]  # the first that is there and not empty counts
     part: Rule  # an entry and a layer, or one part of a fused layer
@@ -165,10 +165,10 @@ _QUARK: Any = {"methods": ("quark",), "keys": ("exclude",), "part": regex_or_exa
 _vllm_modelopt = partial(
     _R, VLLM, "vllm", part=exact, experts=either(holds_expert, substring), fused=exact, last=substring
 )
-_sglang_modelopt = partial(_R, asks="sglang", part=parts_only, experts=glob, last=glob, head=True)
+_sglang_modelopt = partial(_R, namespace="sglang", part=parts_only, experts=glob, last=glob, head=True)
 _transformers_12 = partial(_R, ("transformers 5.12",), "transformers", experts=regex_from_start)
 _transformers_24 = partial(_R, ("transformers 5.24",), "transformers", experts=regex_to_a_dot)
-_chooses = partial(_R, asks="parameter", keys=(), part=never)  # a trainer that reads no list
+_chooses = partial(_R, namespace="parameter", keys=(), part=never)  # a trainer that reads no list
 LISTS: tuple[ListReader, ...] = (
     _R(BY_CLASS, "class", **_INT4, part=regex_or_exact, last=class_name),
     _R(_VLLM_26, "vllm", **_INT4, part=regex_or_exact, fused=exact),
@@ -271,7 +271,7 @@ def _option(reader: str) -> str:
 Severity = Literal["error", "warning"]
 
 
-def counting(asked: Iterable[str] | None, engine: str = "sglang") -> tuple[str, ...]:
+def deciding_readers(asked: Iterable[str] | None, engine: str = "sglang") -> tuple[str, ...]:
     """The readers whose reading of a list decides: those of `--reader` (`asked`), or of reinforcement learning.
 
     Where none is named these are the engine, if its reading is known, and the trainers that quantize for it. Raises
@@ -285,12 +285,12 @@ def severity_of(
 ) -> Severity:
     """The severity where `reader` (of `INT4_READERS`) reads an `ignore` list that contradicts the packed weights.
 
-    `asked` and `engine` are as in `counting`. `published`: the list is one that releases have, which are made for
-    engines; a contradiction for a trainer alone is then a warning, unless `updated`: a launch quantizes by this list.
+    `asked` and `engine` are as in `deciding_readers`. `published`: the list is that of a release, which is made for
+    engines; a contradiction for a trainer only is then a warning, unless `updated`: a launch quantizes by this list.
     Raises CkptkitError as `readers_of`.
     """
     spared = asked is None and published and not updated and reader == "slime"
-    return "error" if reader in counting(asked, engine) and not spared else "warning"
+    return "error" if reader in deciding_readers(asked, engine) and not spared else "warning"
 
 
 def worst(severities: Iterable[Severity]) -> Severity:

@@ -42,7 +42,7 @@ _EITHER = (".indexer.wk", ".indexer.weights_proj")
 class Reading:
     """What one reader makes of one `ignore` list."""
 
-    asked: tuple[tuple[str, ...], ...]  # the names that it looks up for each matrix
+    lookups: tuple[tuple[str, ...], ...]  # the names that it looks up for each matrix
     covers: Mapping[str, frozenset[str]]  # what each entry of the reader's own list covers of them
     # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
     # covered in part, which it `refuses`.
@@ -60,13 +60,13 @@ class Reading:
 
     def entries_at(self, index: int) -> list[str]:
         """The entries that cover a name that this reader looks up for the matrix at `index`."""
-        names = self.asked[index]
+        names = self.lookups[index]
         return list(dict.fromkeys(entry for name in names for entry in self._entries.get(name, ())))
 
     @cached_property
     def _asking(self) -> Mapping[str, list[int]]:
         found: dict[str, list[int]] = defaultdict(list)
-        for index, names in enumerate(self.asked):
+        for index, names in enumerate(self.lookups):
             for name in names:
                 found[name].append(index)
         return found
@@ -77,7 +77,7 @@ class Reading:
 
     def covered(self, pattern: str, index: int) -> bool:
         """Whether an entry covers a name that this reader looks up for the matrix at `index`."""
-        return any(name in self.covers.get(pattern, ()) for name in self.asked[index])
+        return any(name in self.covers.get(pattern, ()) for name in self.lookups[index])
 
 
 def base_of(method: Method) -> tuple[str, ListReader]:
@@ -144,7 +144,7 @@ def read_list(
     not read them. Raises CkptkitError where entries are too many for so many names.
     """
     known = {} if known is None else known
-    engine = engine_class("sglang", config).entry if matrices and row.asks == "sglang" else str
+    engine = engine_class("sglang", config).entry if matrices and row.namespace == "sglang" else str
     layers = list(_all_looked_up(row, matrices, config))
     own = frozenset(layer.name for layer in layers if layer.parts and not layer.experts)
     by_rule = (
@@ -175,7 +175,7 @@ def read_list(
             covered[kind] |= hit
             found |= hit
         covers[entry] = found
-    targeted = _targeted(row, layers, targets) if targets and row.asks != "parameter" else None
+    targeted = _targeted(row, layers, targets) if targets and row.namespace != "parameter" else None
     made = {layer: _answer_of(layer, covered, targeted) for layer in dict.fromkeys(layers)}
     answers = [made[layer] for layer in layers]
     return Reading(
@@ -190,7 +190,7 @@ def _all_looked_up(row: ListReader, matrices: Sequence[Matrix], config: Mapping[
     """Looks up each matrix, but of a layer's routed experts the first alone where the reader holds them as one."""
     known: dict[str, _Layer] = {}
     for matrix in matrices:
-        if not matrix.expert or row.asks in ("entry", "class", "parameter"):
+        if not matrix.expert or row.namespace in ("entry", "class", "parameter"):
             yield _looked_up(row, matrix, config)
             continue
         container = container_of(matrix.module)
@@ -200,15 +200,15 @@ def _all_looked_up(row: ListReader, matrices: Sequence[Matrix], config: Mapping[
 
 
 def _looked_up(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
-    if row.asks == "entry":
+    if row.namespace == "entry":
         is_left_out = _is_head(matrix) and not row.head
         return _Layer(answer="keeps") if is_left_out else _Layer(fused_layer(matrix.module, None), (matrix.module,))
-    if row.asks == "parameter":
+    if row.namespace == "parameter":
         if not matrix.tensor.endswith(".weight"):
             return _Layer(answer="keeps" if COMPRESSED in row.methods else "either")
         packs = row.packs is None or row.packs(matrix.tensor, config)
         return _Layer(matrix.tensor, (matrix.tensor,)) if packs else _Layer(answer="keeps")
-    if row.asks == "class":
+    if row.namespace == "class":
         if matrix.torch_class is not None:
             names = dict.fromkeys(filter(None, (matrix.module, matrix.transformers)))
             return _Layer(matrix.torch_class, tuple(names), alike=True)
@@ -216,13 +216,13 @@ def _looked_up(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _L
         return _Layer("", (matrix.module,), answer=answer)
     if COMPRESSED not in row.methods and matrix.module.endswith(_EITHER):
         return _Layer(answer="either")
-    return _in_transformers(row, matrix, config) if row.asks == "transformers" else _in_engine(row, matrix, config)
+    return _in_transformers(row, matrix, config) if row.namespace == "transformers" else _in_engine(row, matrix, config)
 
 
 def _in_engine(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
     """Of a list of compressed-tensors' engines ask for the first expert's three projections, else for the container."""
     is_int4 = COMPRESSED in row.methods
-    layer = matrix.sglang if row.asks == "sglang" else matrix.vllm
+    layer = matrix.sglang if row.namespace == "sglang" else matrix.vllm
     if not is_int4 and _is_head(matrix):
         if not row.head or config.get("tie_word_embeddings"):
             return _Layer(answer="either" if row.head else "keeps")
@@ -244,7 +244,7 @@ def _is_head(matrix: Matrix) -> bool:
 
 def _parts_of_layer(row: ListReader, layer: str, matrix: Matrix, config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a fused layer's parts, or the layer's own."""
-    if row.asks != "sglang":
+    if row.namespace != "sglang":
         return names_in_vllm(matrix) or (layer,)
     declared = engine_class("sglang", config).fused if matrix.unfused else ()
     apart = (*declared, *(() if row.declared else _ALWAYS_FUSED))
@@ -302,7 +302,7 @@ class _Targeted:
     def answer(self, layer: _Layer) -> tuple[Answer, Target | None]:
         """The answer for a layer that no entry covers; SGLang demands a target for each. And the one target."""
         found = self._of(layer)
-        nothing: Answer = "refuses" if self.row.asks == "sglang" else "keeps"
+        nothing: Answer = "refuses" if self.row.namespace == "sglang" else "keeps"
         answers: set[Answer] = {target.kind if target else nothing for target in found}
         return answers.pop() if len(answers) == 1 else "refuses", found[0] if len(set(found)) == 1 else None
 
@@ -328,9 +328,9 @@ class _Targeted:
 
         Routed experts take the target Linear over. Source: `compressed_tensors.py` of vLLM and SGLang.
         """
-        if self.row.asks == "class":
+        if self.row.namespace == "class":
             return next((target for target in self.targets if class_name(target.pattern)(layer.name)), None)
-        experts = "FusedMoE" if self.row.asks == "sglang" else "RoutedExperts"
+        experts = "FusedMoE" if self.row.namespace == "sglang" else "RoutedExperts"
         name = _CLASSES.get(layer.name.rpartition(".")[2], _OTHER) if layer.name else experts
         found = next((target for target in self.targets if any_part(target.pattern)(name)), None)
         if found is None and name == experts:
@@ -339,7 +339,7 @@ class _Targeted:
 
 
 def _targeted(row: ListReader, layers: Iterable[_Layer], targets: Sequence[Target]) -> _Targeted:
-    own = row.asks != "class"
+    own = row.namespace != "class"
     names = Names(frozenset(name for layer in layers for name in (*layer.parts, *((layer.name,) if own else ()))))
     targets = targets if own else by_priority(targets)
     names.check([target.pattern for target in targets], regex_or_exact)

@@ -80,7 +80,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
 
 
 def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
-    for refusal in subject.refusals():
+    for refusal in subject.find_refusals():
         if who := [reader for reader in refusal.readers if reader in subject.readers]:
             severity: LintSeverity = min((subject.severities[reader] for reader in who), key=ORDER.index)
             if refuses_own_format(who, subject.asked):
@@ -260,7 +260,7 @@ def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def idle(subject: IgnoreList) -> list[str]:
     """Returns entries that cover no name of any reader and no Linear layer as transformers names it."""
-    return [entry for entry in subject.idle if entry != subject.tree.head and not subject.spelled(entry)]
+    return [entry for entry in subject.idle if entry != subject.tree.head and not subject.covered_linears(entry)]
 
 
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")

@@ -34,7 +34,7 @@ from ckptkit.quant.ignore.tiles import check_tiles
 from ckptkit.quant.ignore.tree import ClassTree, class_tree
 
 
-def resolve(
+def select_int4_weights(
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
     scheme: QuantScheme,
@@ -146,7 +146,7 @@ class EightBit:
     notes: tuple[str, ...] = ()  # for the user
 
 
-def select_eight_bit(
+def select_float_weights(
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
     ignore: Sequence[str],

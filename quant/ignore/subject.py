@@ -18,11 +18,11 @@ from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from ckptkit.quant.formats.floats.layout import quantized_in
-from ckptkit.quant.formats.groups import Group, Kind, Refusal, Target, groups_of, refusals, targets_of
-from ckptkit.quant.formats.modelopt import differing_configs, flattened
+from ckptkit.quant.formats.groups import Group, Kind, Refusal, Target, find_refusals, groups_of, targets_of
+from ckptkit.quant.formats.modelopt import differing_configs, unify_configs
 from ckptkit.quant.formats.part_names import SCALE, packed_in
-from ckptkit.quant.formats.scheme import listed
-from ckptkit.quant.ignore.agree import Divergence, divergences, packed_by, severities, shown
+from ckptkit.quant.formats.scheme import get_list
+from ckptkit.quant.ignore.agree import Divergence, divergences, packed_by, quote_some, severities
 from ckptkit.quant.ignore.matching import Names, covering
 from ckptkit.quant.ignore.names import Matrix, fused_experts, matrices_named, parts_of
 from ckptkit.quant.ignore.readers import (
@@ -140,10 +140,10 @@ class IgnoreList:
             for reader in self.rows
         }
 
-    def refusals(self) -> Iterator[Refusal]:
+    def find_refusals(self) -> Iterator[Refusal]:
         """Yields the parts of the config that readers refuse, and entries for which one raises."""
         if self.is_compressed:
-            yield from refusals(self.config)
+            yield from find_refusals(self.config)
             return
         for reader, row in self.rows.items():
             if bad := list(filter(row.refuses, row.entries(self.content))):
@@ -154,12 +154,12 @@ class IgnoreList:
         """Suggests how to fix a tensor that readers misjudge. `entry`: an entry that excludes it for all readers."""
         if self.is_compressed:
             if entry or patterns:
-                return f"use '{entry}'" if entry else f"replace {shown(patterns)} by entries that spare it"
+                return f"use '{entry}'" if entry else f"replace {quote_some(patterns)} by entries that spare it"
             return _NO_TARGET if self.by_name else "quantize again"
         if set(readers) <= set(TRAINERS):
             return f"quantize the release as {' and '.join(readers)} would, or roll out unquantized"
         if patterns:
-            return f"replace {shown(patterns)} by full module names: `ckptkit lint --fix` writes such a list"
+            return f"replace {quote_some(patterns)} by full module names: `ckptkit lint --fix` writes such a list"
         if entry is None:
             return "quantize again, or remove the entry that names it"
         return f"add its full module name to `{self.key}`: `ckptkit lint --fix` writes such a list"
@@ -204,9 +204,9 @@ class IgnoreList:
         return self.indexed or (self.tree.whole and not self.tree.drafts)
 
     @cached_property
-    def spelled(self) -> Callable[[str], frozenset[str]]:
+    def covered_linears(self) -> Callable[[str], frozenset[str]]:
         """Maps an entry to the Linear layers that it covers, by transformers' names."""
-        return covering(self.ignore, self.tree.spelled)
+        return covering(self.ignore, self.tree.linear_names)
 
     @cached_property
     def idle(self) -> list[str]:
@@ -240,7 +240,7 @@ class IgnoreList:
     def is_agreed(self) -> bool:
         """Whether engines and transformers agree on the current list; not for compressed-tensors."""
         is_one_list = "ignore" not in differing_configs(self.path)
-        return is_one_list and not self.divergences(self.readings, self.engines) and not list(self.refusals())
+        return is_one_list and not self.divergences(self.readings, self.engines) and not list(self.find_refusals())
 
 
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[IgnoreList, str]:
@@ -252,7 +252,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     """
     file = path / "config.json"
     require_own_files(path)
-    config: Mapping[str, Any] = flattened(read_json(file), path)
+    config: Mapping[str, Any] = unify_configs(read_json(file), path)
     refuse_stated(config, path)
     content, method = quantization_of(config), _method_of(config, path)
     groups = groups_of(config) if method == COMPRESSED else ()
@@ -263,7 +263,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
                 f"{file}: no config group has INT4, FP8 or FP4 weights (format {content.get('format')!r})",
                 "lint checks these formats and their ignore lists",
             )
-        ignore = listed(content, "ignore")
+        ignore = get_list(content, "ignore")
     else:
         lists = (entries for key in KEYS[method] if isinstance(entries := content.get(key), list))
         ignore = list(dict.fromkeys(str(entry) for entries in lists for entry in entries))

@@ -49,8 +49,8 @@ class ClassTree:
     drafts: tuple[Draft, ...] = ()  # multi-token prediction layers, for which transformers has no classes
     outside: tuple[str, ...] = ()  # prefixes of modules outside the language model
     dense: tuple[Dense, ...] = ()  # what SGLang's class cannot hold as INT4
-    spelled: frozenset[str] = frozenset()  # every Linear of the whole model, by each name that lists may use
-    kept: tuple[str, ...] = ()  # endings of Linear layers that no release quantizes
+    linear_names: frozenset[str] = frozenset()  # every Linear of the whole model, by each name that lists may use
+    kept_endings: tuple[str, ...] = ()  # endings of Linear layers that no release quantizes
     partly_fused: bool = False  # engines fuse queries, keys and values also where some of them are not there
     whole: bool = True  # all modules but those of draft layers are known, also outside the language model
 
@@ -93,7 +93,7 @@ class ClassTree:
 
     def is_kept(self, module: str) -> bool:
         """Whether a Linear layer stays as it is in every release."""
-        return module.endswith(self.kept or ("\0",))
+        return module.endswith(self.kept_endings or ("\0",))
 
     def is_router(self, module: str) -> bool:
         """Whether a module of a decoder layer chooses experts: a gate, or of a class of its own in the layer."""
@@ -132,7 +132,7 @@ def _class_tree(text: str) -> ClassTree:
         if asked is None or asked.release is None:
             raise
         tree = family_tree(asked, asked.release, config)
-        return replace(tree, drafts=release.drafts(release.text(config), release.root), kept=release.kept)
+        return replace(tree, drafts=release.drafts(release.text(config), release.root), kept_endings=release.kept)
 
 
 def config_for_class(release: Release, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from ckptkit.quant.formats.packing import CODES_PER_WORD
 from ckptkit.quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.matching import ignored
-from ckptkit.quant.ignore.names import ignore_options, spell
+from ckptkit.quant.ignore.names import entry_for, ignore_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,7 +200,7 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
             raise CkptkitError(
                 f"{experts} is packed in part, and SGLang looks at the first expert only: "
                 f"{summarize(both[False])} would be dropped",
-                f"quantize the checkpoint again with --ignore '{spell(_module(both[False][0]))}', "
+                f"quantize the checkpoint again with --ignore '{entry_for(_module(both[False][0]))}', "
                 "or with no entry for these experts",
             )
         number = _LAYER.search(experts)

@@ -26,7 +26,7 @@ def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid:
 
 
 class UpdateCheck:
-    """Checks that one update of an engine serving `checkpoint` is complete: `saw` every bucket, then `finish`."""
+    """Checks that one update of an engine serving `checkpoint` is complete: `record` every bucket, then `finish`."""
 
     def __init__(self, checkpoint: str | Path) -> None:
         self._packed = _quantizer(str(checkpoint), None).served.packed
@@ -37,7 +37,7 @@ class UpdateCheck:
         """Names of the packed weights seen so far."""
         return frozenset(self._sent)
 
-    def saw(self, named: Named) -> None:
+    def record(self, named: Named) -> None:
         """Records a bucket returned by `quantize_params`."""
         self._sent.update(f"{module}.weight" for module in packed_in(name for name, _ in named))
 

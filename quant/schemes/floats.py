@@ -22,7 +22,7 @@ from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
 from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from ckptkit.quant.ignore import tiles
-from ckptkit.quant.ignore.select import select_eight_bit, sharing_a_scale
+from ckptkit.quant.ignore.select import select_float_weights, sharing_a_scale
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.quant.kernels.float_roundings import Fp8Weight, blocks_of
 from ckptkit.quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
@@ -274,13 +274,13 @@ def _compressed_tensors_config(scheme: FloatScheme, ignore: Sequence[str]) -> di
 def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWeights:
     """Decides what is quantized. `source` has one tensor an expert.
 
-    Raises CkptkitError, before anything is read, as `select_eight_bit` does.
+    Raises CkptkitError, before anything is read, as `select_float_weights` does.
     """
     config = as_stored(source.config, source.specs)
     like = request.like.specs if request.like is not None else None
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     kind = scheme.kind
-    chosen = select_eight_bit(source.specs, config, scheme.ignore, kind.fitted, like, _kept(scheme))
+    chosen = select_float_weights(source.specs, config, scheme.ignore, kind.fitted, like, _kept(scheme))
     specs = [spec for name, spec in source.specs.items() if name in chosen.names]
     return FloatWeights(
         scheme,

@@ -30,17 +30,17 @@ from ckptkit.quant.formats.packing import (
     CODES_PER_WORD,
     Packed,
     check_zero_point_layout,
-    for_sglang_experts,
     is_expert,
     pack,
     pack_zero_point,
+    to_sglang_zero_points,
     unpack_zero_point,
 )
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from ckptkit.quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
 from ckptkit.quant.ignore import tiles
 from ckptkit.quant.ignore.matching import ignored
-from ckptkit.quant.ignore.select import default_ignore, nothing_left, resolve
+from ckptkit.quant.ignore.select import default_ignore, nothing_left, select_int4_weights
 from ckptkit.quant.ignore.tiles import refuse_for_transformers
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.quant.kernels.dispatch import quantize_pack
@@ -246,7 +246,7 @@ class PackedWeights:
         parts = [packed.words, packed.scale, torch.tensor(spec.shape)]
         if (zero_point := packed.zero_point) is not None:
             turned = self._is_turned(spec)
-            parts.append(for_sglang_experts(zero_point, spec.shape[0], spec.name) if turned else zero_point)
+            parts.append(to_sglang_zero_points(zero_point, spec.shape[0], spec.name) if turned else zero_point)
         return parts
 
     def config(self) -> dict[str, Any]:
@@ -260,13 +260,13 @@ class PackedWeights:
 def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedWeights:
     """Decides what becomes INT4. `source` has one tensor an expert; the model's own list is added to `scheme.ignore`.
 
-    Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing or
-    transformers was chosen as a reader and cannot load the packed experts, and when nothing is left to quantize.
+    Raises CkptkitError, before anything is read, as `select_int4_weights` does, if a Linear of the model is missing, if
+    transformers was chosen as a reader and cannot load the packed experts, and if nothing is left to quantize.
     """
     reference, like = _reference(source, scheme, request)
     config = as_stored(source.config, source.specs)
     whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
-    names = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
+    names = select_int4_weights(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if name in names]
     if not names:
         raise nothing_left(scheme.ignore)

@@ -22,7 +22,7 @@ from ckptkit.converters.planner import dims_of, own_dialect, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.quant.engines.transformers_class import transformers_deviation
 from ckptkit.verify.checks.config.arguments import differing
 
 LATENT = "nemotron_h-latent"
@@ -90,7 +90,7 @@ def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together(
     hidden = torch.randn(1, 40, 128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together, apart = (mixer(hidden) for mixer.chunk_size in (64, 16))
-    reasons = [unlike_transformers(CONFIG, tokens) for tokens in (128, 129)]
+    reasons = [transformers_deviation(CONFIG, tokens) for tokens in (128, 129)]
     wrong = package_release("transformers") < (5, 17)
     assert (far(apart, together) > 1e-2, far(apart, together) < 1e-5) == (wrong, not wrong)
     assert (reasons[0], "128" in str(reasons[1])) == (None, wrong)

@@ -29,7 +29,7 @@ from ckptkit.converters.planner import tied_head
 from ckptkit.converters.registry import FAMILIES, family_of
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import start_python
-from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.quant.engines.transformers_class import transformers_deviation
 from ckptkit.quant.ignore.tree import family_tree
 from ckptkit.verify.core.report import Report
 from ckptkit.verify.run import verify
@@ -212,8 +212,8 @@ def test_transformers_is_no_reference_for_olmo_3_with_yarn() -> None:
     scaled.load_state_dict(model.state_dict())
     tokens = torch.arange(4, 68)[None]
     assert not model(tokens).logits.allclose(scaled(tokens).logits, atol=1e-3)
-    assert "window" in str(unlike_transformers(json.loads(scaled.config.to_json_string()), 1))
-    assert unlike_transformers(json.loads(model.config.to_json_string()), 1) is None
+    assert "window" in str(transformers_deviation(json.loads(scaled.config.to_json_string()), 1))
+    assert transformers_deviation(json.loads(model.config.to_json_string()), 1) is None
 
 
 def test_megatron_has_no_names_for_it(olmo2: Path, tmp_path: Path) -> None:

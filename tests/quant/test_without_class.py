@@ -22,7 +22,7 @@ from torch import bfloat16
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from ckptkit.quant.formats.groups import refusals
+from ckptkit.quant.formats.groups import find_refusals
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.ignore.readers import SGLANG
@@ -90,7 +90,7 @@ def test_models_with_a_class_and_targets_that_name_every_module_are_not() -> Non
         {"model_type": "qwen3"},
         {"architectures": ["SeedOssForCausalLM"], "quantization_config": every},
     ):
-        assert list(refusals({"quantization_config": REFUSED["INT4"], **config})) == []
+        assert list(find_refusals({"quantization_config": REFUSED["INT4"], **config})) == []
 
 
 @pytest.fixture(scope="module")

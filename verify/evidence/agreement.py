@@ -10,10 +10,10 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.quant.formats.groups import groups_of, targets_of
 from ckptkit.quant.formats.part_names import PACKED, packed_in
-from ckptkit.quant.formats.scheme import listed
-from ckptkit.quant.ignore.agree import Question, advice, described, is_untargeted, severities
+from ckptkit.quant.formats.scheme import get_list
+from ckptkit.quant.ignore.agree import Question, advice, describe_divergences, is_untargeted, severities
 from ckptkit.quant.ignore.names import forbidden, matrices_named, matrices_of
-from ckptkit.quant.ignore.readers import INT4_READERS, counting
+from ckptkit.quant.ignore.readers import INT4_READERS, deciding_readers
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.evidence.folding import by_key
@@ -41,7 +41,7 @@ def agreement(
     updated: bool | None = False,
 ) -> Agreement:
     """Compares packed modules with the expectations of readers; arguments as in `severities`. Raises CkptkitError."""
-    ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
+    ignore, tree, stored = get_list(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     # Linear layers without a tensor of that name, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})
     absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
@@ -54,7 +54,7 @@ def agreement(
     # Where all readers with classes disagree with the files, the spelling of the list is not the cause.
     readers_of = by_key((one.tensor, one.reader) for one in divergences)
     unanimous = {tensor for tensor, names in readers_of.items() if _BY_CLASS.issubset(names)}
-    readers = counting(asked, engine)
+    readers = deciding_readers(asked, engine)
     reasons = ((matrix.module, forbidden(matrix, tree, readers)) for matrix in matrices if matrix.module in stored)
     ruled_out = {module: reason for module, reason in reasons if reason}
     reported = unanimous | {f"{module}.weight" for module in ruled_out}
@@ -64,7 +64,9 @@ def agreement(
     for reader, its in by_key((one.reader, one) for one in remaining).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
-        issues.append(Issue(expected, "; ".join(described(its)), hint, file="config.json", severity=severity))
+        issues.append(
+            Issue(expected, "; ".join(describe_divergences(its)), hint, file="config.json", severity=severity)
+        )
     missing = [one.module for one in matrices if one.tensor in unanimous and one.module not in stored]
     unwanted = [module for module in stored if f"{module}.weight" in unanimous and module not in ruled_out]
     return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)

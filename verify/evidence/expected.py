@@ -253,7 +253,7 @@ def _float_parts(
     for layout in floats.layouts:
         codes = name + layout.codes
         endings = (*layout.scales, *([layout.second] if layout.second else []), *layout.inputs)
-        scales = [part for ending in endings if (part := layout.beside(name, ending)) in names]
+        scales = [part for ending in endings if (part := layout.part_name(name, ending)) in names]
         if codes in names and (layout.codes or scales):
             spec = names[codes]
             is_plain = spec.dtype not in ("uint8", "int8") if isinstance(spec, TensorSpec) else True

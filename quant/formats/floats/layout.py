@@ -89,7 +89,7 @@ class Layout:
         """Returns the name of the weight that the tensor `codes` stores."""
         return codes.removesuffix(self.codes) if self.codes else codes
 
-    def beside(self, weight: str, ending: str) -> str:
+    def part_name(self, weight: str, ending: str) -> str:
         """Returns the name of a part of `weight`."""
         return weight.removesuffix(".weight") + ending if ending.startswith(".") else weight + ending
 

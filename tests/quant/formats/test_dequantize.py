@@ -27,7 +27,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ckptkit.converters.foreign import MODELOPT_READ
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.quant.formats.dequantize import dequantized, described, modelopt_format
+from ckptkit.quant.formats.dequantize import dequantized, describe_format, modelopt_format
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -333,7 +333,7 @@ def test_deepseek_v4s_experts_beside_its_fp8() -> None:
     assert same(found["layers.0.ffn.experts.0.w1.weight"], meant)
     factors = exponents.float().repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
     assert same(found["layers.0.attn.wq_a.weight"], (weight.float() * factors).to(torch.bfloat16))
-    text = described({"quantization_config": content, "expert_dtype": "fp4"}, InMemory({}, tensors).specs)
+    text = describe_format({"quantization_config": content, "expert_dtype": "fp4"}, InMemory({}, tensors).specs)
     assert text is not None
     assert text == text_with("MXFP4 4-bit 32 1")
     assert text == text_with("FP8 float8_e4m3fn 128 128 1")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.quant.formats.dequantize import dequantized, described, format_of
+from ckptkit.quant.formats.dequantize import dequantized, describe_format, format_of
 
 Tensors = dict[str, Tensor]
 
@@ -74,7 +74,7 @@ def test_formats(quantization: Any, message: str) -> None:
         format_of({"quantization_config": quantization})
     assert "config.json" in error.value.message or "quantization_config" in error.value.message
     assert error.value.hint
-    assert message.replace("\\", "") in str(described({"quantization_config": quantization}, {}))
+    assert message.replace("\\", "") in str(describe_format({"quantization_config": quantization}, {}))
 
 
 def fp8() -> Tensors:

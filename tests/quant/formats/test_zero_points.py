@@ -17,7 +17,7 @@ from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.grids import dequantize
 from ckptkit.quant.formats.grids import quantize as by_formula
-from ckptkit.quant.formats.packing import check_zero_point_layout, for_sglang_experts, pack_zero_point
+from ckptkit.quant.formats.packing import check_zero_point_layout, pack_zero_point, to_sglang_zero_points
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.evidence.plain import plain
 
@@ -32,12 +32,12 @@ def test_by_hand() -> None:
     """
     packed = pack_zero_point(torch.arange(-8, 0, dtype=torch.int8).unsqueeze(1))
     assert packed.tolist() == [[0x76543210]]
-    assert for_sglang_experts(packed, 8, "a").tolist() == [[0x75316420]]
+    assert to_sglang_zero_points(packed, 8, "a").tolist() == [[0x75316420]]
 
 
 def test_refuses_rows_that_fill_no_word() -> None:
     with pytest.raises(CkptkitError, match="12.*features.*8"):
-        for_sglang_experts(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
+        to_sglang_zero_points(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
 
 
 def test_who_may_have_it() -> None:
@@ -76,7 +76,7 @@ def test_a_mixture_of_experts(releases: PathOf, tmp_path: Path) -> None:
         zero_point = by_formula(weight, ASYMMETRIC).zero_point
         assert zero_point is not None
         packed = pack_zero_point(zero_point)
-        expected = for_sglang_experts(packed, weight.shape[0], module) if special else packed
+        expected = to_sglang_zero_points(packed, weight.shape[0], module) if special else packed
         assert torch.equal(after[f"{module}.weight_zero_point"], expected)
         shape = (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
         assert after[f"{module}.weight_zero_point"].shape == shape

@@ -54,7 +54,7 @@ def of_transformers(config: dict[str, Any]) -> ClassTree:
     asked = family_from((built,), content["model_type"])
     assert asked.release is not None
     drafts = release.drafts(release.text(config), release.root)
-    return replace(family_tree(asked, asked.release, config), drafts=drafts, kept=release.kept)
+    return replace(family_tree(asked, asked.release, config), drafts=drafts, kept_endings=release.kept)
 
 
 # Modules that transformers spells otherwise than the release, in either direction.
@@ -73,10 +73,12 @@ def test_family_names_the_modules_of_transformers_classes(name: str) -> None:
         others = {one.replace("embedding", "embeddings"): kind for one, kind in expected.others.items()}
         expected = replace(expected, others=others)
     if not found.whole:  # the family does not know the tower
-        expected = replace(expected, whole=False, spelled=expected.spelled & found.spelled)
-    only = found.spelled - expected.spelled
+        expected = replace(expected, whole=False, linear_names=expected.linear_names & found.linear_names)
+    only = found.linear_names - expected.linear_names
     assert all(f".{OTHERWISE[name]}." in one for one in only)
-    assert replace(found, spelled=frozenset(), outside=()) == replace(expected, spelled=frozenset(), outside=())
+    assert replace(found, linear_names=frozenset(), outside=()) == replace(
+        expected, linear_names=frozenset(), outside=()
+    )
     assert set(found.outside) == set(expected.outside)
     assert list(found.others.items()) == list(expected.others.items())  # the order of default `ignore` entries
 
@@ -148,7 +150,7 @@ VISION = {
 def test_family_names_the_vision_tower_of_transformers_class(name: str, vision: dict[str, Any]) -> None:
     config = CONFIGS[name] | {"vision_config": vision}
     found = of_family(config)
-    differ = found.spelled ^ of_transformers(config).spelled
+    differ = found.linear_names ^ of_transformers(config).linear_names
     assert found.whole
     assert all("vision_tower.vision_model." in one for one in differ)  # which transformers had up to 4.57
 

@@ -24,7 +24,7 @@ from ckptkit.converters.planner import dims_of, expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
-from ckptkit.quant.ignore.select import default_ignore, packed_modules, resolve
+from ckptkit.quant.ignore.select import default_ignore, packed_modules, select_int4_weights
 from ckptkit.quant.ignore.tiles import check_tiles, unrunnable
 from ckptkit.quant.ignore.tree import class_tree
 
@@ -84,7 +84,7 @@ def test_what_is_packed_in_every_model(case: str) -> None:
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
     config = config_of(HF_CASES[case])
     specs = release_specs(config)
-    packed = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
+    packed = select_int4_weights(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
     patterns = HF_CASES[case].packed or PACKED.get(model_type, DENSE)
     layers = dims_of(config).layers
@@ -108,22 +108,22 @@ def test_a_reference_says_what_is_packed() -> None:
     """Kimi-K2-Thinking has its routed experts alone in INT4."""
     like = set(kimi_names())
     ignore = default_ignore(KIMI, like)
-    packed = resolve(specs_of(KIMI), KIMI, scheme(*ignore), like=like)
+    packed = select_int4_weights(specs_of(KIMI), KIMI, scheme(*ignore), like=like)
     assert packed == {
         name
         for name in specs_of(KIMI)
         if re.fullmatch(r"model\.layers\.[123]\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", name)
     }
     # The release's own list does as well, with what slime needs.
-    assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == packed
+    assert select_int4_weights(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == packed
 
 
 def test_a_list_or_a_model_that_contradicts_the_reference() -> None:
     with pytest.raises(CkptkitError, match=r"slime .*model\.layers\.0\.mlp\."):
-        resolve(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
+        select_int4_weights(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
     absent = {name for name in kimi_names() if "layers.1.mlp.experts.3.down" not in name}
     with pytest.raises(CkptkitError, match=r"--like.*model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight"):
-        resolve(specs_of(KIMI), KIMI, scheme(), like=absent)
+        select_int4_weights(specs_of(KIMI), KIMI, scheme(), like=absent)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +135,15 @@ def test_a_list_or_a_model_that_contradicts_the_reference() -> None:
 )
 def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> None:
     with pytest.raises(CkptkitError, match=rf"--like .*{module}\.weight_packed.* {reason}"):
-        resolve(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
+        select_int4_weights(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
 
 
 def test_only_some_readers_must_agree() -> None:
     ignore = ("lm_head", "re:.*mlp.gate$")
-    packed = resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
+    packed = select_int4_weights(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
     assert "model.layers.0.mlp.gate.weight" not in packed
     with pytest.raises(CkptkitError, match="slime would pack"):
-        resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
+        select_int4_weights(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
 
 
 def expert_specs(hidden: int, inner: int) -> list[TensorSpec]:
@@ -221,18 +221,18 @@ def test_advice_for_a_tensor_parallel_size() -> None:
     """Qwen3-30B-A3B has experts of 768 features: 384 on two ranks, 192 on four."""
     specs = specs_of(QWEN, gate_proj=(768, 2048), up_proj=(768, 2048), down_proj=(2048, 768))
     ignore = (*default_ignore(QWEN), "re:.*self_attn.*")
-    resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=2)
+    select_int4_weights(specs, QWEN, scheme(*ignore, group_size=128), tp=2)
     with pytest.raises(CkptkitError, match=r"4:\n .*experts.*768.*4.*192") as caught:
-        resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=4)
+        select_int4_weights(specs, QWEN, scheme(*ignore, group_size=128), tp=4)
     assert caught.value.hint == text_with("2 --ignore re:.*\\.mlp\\.experts\\..*")
-    resolve(specs, QWEN, scheme(*ignore, group_size=32), tp=4)
+    select_int4_weights(specs, QWEN, scheme(*ignore, group_size=32), tp=4)
 
 
 def test_columns_that_fill_no_word() -> None:
     """A scale for each row asks for no groups, but eight codes share a word."""
     specs = specs_of(GLM, o_proj=(128, 100))
     with pytest.raises(CkptkitError, match=r"8.*100.*model\.layers\.\{0\.\.3\}\.self_attn\.o_proj"):
-        resolve(specs, GLM, scheme(*default_ignore(GLM), group_size=None))
+        select_int4_weights(specs, GLM, scheme(*default_ignore(GLM), group_size=None))
 
 
 @cache
@@ -331,21 +331,21 @@ def test_refuses_what_readers_take_differently(
 ) -> None:
     config = model_config(family)
     with pytest.raises(CkptkitError, match=message) as caught:
-        resolve(specs[family], config, scheme(*NAMED_ALWAYS, *entries))
+        select_int4_weights(specs[family], config, scheme(*NAMED_ALWAYS, *entries))
     hint = caught.value.hint or ""
     if spelling is None:
         return
     assert f"'{spelling}'" in hint
-    followed = [*NAMED_ALWAYS, *(entry for entry in entries if f"instead of '{entry}'" not in hint), spelling]
-    resolve(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
+    followed = [*NAMED_ALWAYS, *(entry for entry in entries if f"replace '{entry}'" not in hint), spelling]
+    select_int4_weights(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
 
 
 def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     shards = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(12))
     with pytest.raises(CkptkitError, match=r"would pack model\.layers\.\{0\.\.11\}\.self_attn\.q_proj") as caught:
-        resolve(specs["qwen2-untied"], model_config("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
+        select_int4_weights(specs["qwen2-untied"], model_config("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
     hint = caught.value.hint or ""
-    assert hint.count("instead of") == 3
+    assert hint.count("replace") == 3
     assert hint == text_with("9 entries")
 
 
@@ -354,32 +354,32 @@ def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict
     shards = [f"model.layers.3.self_attn.{name}_proj" for name in "qkv"]
     config = model_config("qwen3_moe")
     usual = default_ignore(config)
-    packed, fewer = (resolve(specs["qwen3_moe"], config, scheme(*usual, *more)) for more in ([], shards))
+    packed, fewer = (select_int4_weights(specs["qwen3_moe"], config, scheme(*usual, *more)) for more in ([], shards))
     assert packed - fewer == {f"{shard}.weight" for shard in shards}
     config = model_config("qwen2-untied")
     with pytest.raises(CkptkitError, match=r"would pack model\.layers\.3\.self_attn\.k_proj"):
-        resolve(specs["qwen2-untied"], config, scheme(*default_ignore(config), *shards))
+        select_int4_weights(specs["qwen2-untied"], config, scheme(*default_ignore(config), *shards))
 
 
 def test_the_output_embedding_must_be_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     with pytest.raises(CkptkitError, match=r"transformers and slime .*lm_head\.weight") as caught:
-        resolve(specs["qwen2-untied"], model_config("qwen2-untied"), scheme("model.embed_tokens"))
+        select_int4_weights(specs["qwen2-untied"], model_config("qwen2-untied"), scheme("model.embed_tokens"))
     assert "add 'lm_head'" in str(caught.value)
 
 
 def test_a_harmless_addition_is_accepted(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("glm4_moe")
-    plain = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config)))
+    plain = select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config)))
     for entry in ("re:.*mlp.gate$", r"re:.*mlp\.gate\..*", "re:.*not_there.*"):
-        assert resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), entry)) == plain
+        assert select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config), entry)) == plain
 
 
 def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("qwen2-untied")
     more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), "bfloat16")}
     with pytest.raises(CkptkitError, match=r"extra\.proj\.weight"):
-        resolve(more, config, scheme(*default_ignore(config)))
-    assert "extra.proj.weight" not in resolve(more, config, scheme(*default_ignore(config), "extra.proj"))
+        select_int4_weights(more, config, scheme(*default_ignore(config)))
+    assert "extra.proj.weight" not in select_int4_weights(more, config, scheme(*default_ignore(config), "extra.proj"))
 
 
 def test_draft_layers_stay_as_they_are() -> None:
@@ -391,27 +391,27 @@ def test_draft_layers_stay_as_they_are() -> None:
     names = [f"model.layers.12.{part}.weight" for part in parts]
     draft = {name: TensorSpec(name, (64, 128), "bfloat16") for name in names}
     specs = release_specs(model_config("glm4_moe")) | draft
-    assert resolve(specs, config, scheme(*ignore)).isdisjoint(draft)
+    assert select_int4_weights(specs, config, scheme(*ignore)).isdisjoint(draft)
     engines = r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj"
     with pytest.raises(CkptkitError, match=rf"\n  vLLM 0\.26 and vLLM 0\.33 and {engines}") as caught:
-        resolve(specs, config, scheme(*ignore[:-1]))
+        select_int4_weights(specs, config, scheme(*ignore[:-1]))
     # SGLang's eh_proj, router and head of the draft layer are none that it quantizes.
     assert "slime would pack model.layers.12.eh_proj.weight" in str(caught.value)
     assert f"add '{ignore[-1]}'" in str(caught.value)
     # Naming the layer as the checkpoint does is not enough for SGLang.
     with pytest.raises(CkptkitError, match=rf"\n  {engines}"):
-        resolve(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
+        select_int4_weights(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
 
 
 def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("glm4_moe")
     with pytest.raises(CkptkitError, match=r"128.*96, 288, 320.*\{0\.\.11\}\.self_attn\.o_proj") as caught:
-        resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
+        select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""
     assert "use --group-size 32" in hint
     entries = re.findall(r"--ignore '([^']+)'", hint)
     assert r"re:.*\.mlp\.experts\..*" in entries
-    packed = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
+    packed = select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
     assert "model.layers.0.self_attn.q_proj.weight" in packed
     assert "model.layers.3.mlp.experts.5.gate_proj.weight" not in packed
 
@@ -423,7 +423,9 @@ def test_only_float_matrices_can_be_quantized(
     name = "model.layers.0.self_attn.q_proj.weight"
     config = model_config("qwen2-untied")
     with pytest.raises(CkptkitError, match=r"layers\.0\.self_attn\.q_proj\.weight .* cannot be quantized"):
-        resolve(specs["qwen2-untied"] | {name: TensorSpec(name, shape, dtype)}, config, scheme(*default_ignore(config)))
+        select_int4_weights(
+            specs["qwen2-untied"] | {name: TensorSpec(name, shape, dtype)}, config, scheme(*default_ignore(config))
+        )
 
 
 def test_an_ignore_list_without_the_head_promises_a_packed_head(specs: Mapping[str, dict[str, TensorSpec]]) -> None:

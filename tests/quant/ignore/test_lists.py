@@ -115,7 +115,7 @@ def questions(reader: str) -> list[Question]:
     for config, method, entries in product((QWEN, GLM, KIMI), methods, LISTS_ASKED):
         row = readers_of_method(method)[reader]
         reading = read_list(row, matrices_of(config), entries, config)
-        asked = [(names, answer) for names, answer in zip(reading.asked, reading.answers, strict=True) if names]
+        asked = [(names, answer) for names, answer in zip(reading.lookups, reading.answers, strict=True) if names]
         layers = {names[-1]: names[:-1] for names, _ in asked}
         answers = {names[-1]: answer for names, answer in asked}
         found.append(Question(method, {**CONTENT[method], row.keys[0]: entries}, layers, answers))

@@ -105,7 +105,7 @@ def test_a_built_class_looks_up_and_declares_what_is_known_of_it(
     assert set(built[case]["names"]) - asked - OUTPUT_LAYER == expected
     assert bool(asked) is (known.outside is not None)
     if tree.whole:  # not of Gemma 3, for which see below
-        named = (f"{name}.weight" for name in tree.spelled if name.startswith(outside))
+        named = (f"{name}.weight" for name in tree.linear_names if name.startswith(outside))
         assert asked <= {matrix.sglang for matrix in matrices_named(named, tree, content)}
     declared = {fused: tuple(shards) for fused, shards in built[case]["packed_modules_mapping"].items()}
     # Granite's declares layers that stand for themselves.

@@ -174,8 +174,8 @@ def test_the_hooks_of_the_trainers_send_the_same_and_name_what_was_not_sent(tmp_
     sent = {name: quantize_params([(name, tensor)], tmp_path) for name, tensor in release().items()}
     same(flat(sent.values()), flat(quantizer().stream(release().items())))
     for name, bucket in sent.items():
-        whole.saw(bucket)
-        (rest if ".experts.1.down_proj" in name else part).saw(bucket)
+        whole.record(bucket)
+        (rest if ".experts.1.down_proj" in name else part).record(bucket)
     whole.finish()
     part.finish(rest.delivered)
     with pytest.raises(CkptkitError, match=r" 2 .*: model\.layers\.\{0\.\.1\}\.mlp\.experts\.1\.down_proj\.weight"):

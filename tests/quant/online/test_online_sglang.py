@@ -20,7 +20,7 @@ from support.sglang_runs import int4_config
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats import grids
-from ckptkit.quant.formats.packing import for_sglang_experts, pack_zero_point
+from ckptkit.quant.formats.packing import pack_zero_point, to_sglang_zero_points
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 
 pytestmark = pytest.mark.sglang
@@ -103,7 +103,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], d
     torch.manual_seed(0)
     zero_point = grids.quantize(torch.randn(128, 96), QuantScheme(32, "minmax", (), symmetric=False)).zero_point
     assert zero_point is not None
-    stored = for_sglang_experts(pack_zero_point(zero_point), 128, "a")
+    stored = to_sglang_zero_points(pack_zero_point(zero_point), 128, "a")
     assert stored.shape == (3, 16)
     save_file({"stored": stored, "codes": (zero_point.T.int() + 8).contiguous()}, file)
     configs = json.dumps([quantization_config(scheme) for scheme in SCHEMES])

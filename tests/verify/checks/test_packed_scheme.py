@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
-from ckptkit.quant.formats.packing import for_sglang_experts
+from ckptkit.quant.formats.packing import to_sglang_zero_points
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.schemes.w4a16 import int4_scheme
@@ -171,7 +171,7 @@ def test_dequantization_agrees_with_compressed_tensors_in_every_group(layout: st
     parts = {name.replace("m.", "m.experts.0."): tensor for name, tensor in parts.items()}
     if turned:
         zero = parts["m.experts.0.weight_zero_point"]
-        parts["m.experts.0.weight_zero_point"] = for_sglang_experts(zero, rows, "m.experts.0")
+        parts["m.experts.0.weight_zero_point"] = to_sglang_zero_points(zero, rows, "m.experts.0")
     weight[-1, -1] += 3 * parts["m.experts.0.weight_scale"][-1, -1]
     steps = group_distances(parts, "m.experts.0", Int4Format(4, 128, symmetric, turned), weight).steps
     assert float(steps.flatten()[:-1].max()) < 1e-4

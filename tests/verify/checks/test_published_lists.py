@@ -183,7 +183,7 @@ def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router
     assert (report.status, by_reader([finding])) == ("failed", {"slime": "error"})
     assert finding.actual == text_with("mlp.gate.weight re:.*mlp.gate$")
     assert "embed_tokens" not in finding.actual
-    assert finding.hint == r"instead of 're:.*mlp.gate$' pass 're:.*mlp.gate(\.weight)?$'"
+    assert finding.hint == text_with(r"replace 're:.*mlp.gate$' 're:.*mlp.gate(\.weight)?$'")
 
 
 def test_verify_reader_on_the_command_line_decides(without_router: Path) -> None:

@@ -11,7 +11,7 @@ from ckptkit.converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, dra
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
-from ckptkit.quant.engines.drafts import has_class, random_head, registries, unfilled
+from ckptkit.quant.engines.drafts import has_class, has_random_head, missing_biases, registries
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.plain import plain
@@ -64,11 +64,11 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
             states = f": {draft.states} states of a target of width {draft.target_hidden}"
             expected = f"{list(shapes[name])}, by {_CONFIG}{states * (name == FUSION and draft.version == 3)}"
             yield Issue(expected, f"{list(spec.shape)}", names=[spec.name])
-    if random_head(draft, specs) and (known := quirk("sglang", "draft-head")) is not None:
+    if has_random_head(draft, specs) and (known := quirk("sglang", "draft-head")) is not None:
         actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: {known.message}"
         hint = "remove draft_vocab_size from config.json, so that SGLang uses the target's, as vLLM does; or store it"
         yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
-    for expected, actual, hint in unfilled(draft, specs):
+    for expected, actual, hint in missing_biases(draft, specs):
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
     for engine, registry in registries().items():
         if not has_class(engine, draft):

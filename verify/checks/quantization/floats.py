@@ -13,7 +13,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.quant.formats.floats.layout import E4M3
 from ckptkit.quant.formats.part_names import INT4_ENDINGS
 from ckptkit.quant.formats.release import StoredWeight, wrong_scale
-from ckptkit.quant.ignore.agree import described
+from ckptkit.quant.ignore.agree import describe_divergences
 from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
 from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
@@ -281,7 +281,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"{floats.words}, by config.json"
             yield Issue(expected, actual, f"{hint}, or quantize", file=where, severity=severity)
         return
-    for refusal in found.refusals():
+    for refusal in found.find_refusals():
         is_certain = refuses_own_format(refusal.readers, subject.readers)
         if refusing := [reader for reader in refusal.readers if is_certain or reader in counting]:
             yield Issue(expected, f"{' and '.join(refusing)}: {refusal.what}", refusal.hint, file=where)
@@ -289,4 +289,4 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         patterns = fold(dict.fromkeys(pattern for one in divergences for pattern in one.patterns))
         unlisted = next((one.tensor.removesuffix(".weight") for one in divergences if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
-        yield Issue(expected, "; ".join(described(divergences)), hint, file=where)
+        yield Issue(expected, "; ".join(describe_divergences(divergences)), hint, file=where)

@@ -20,7 +20,7 @@ from ckptkit.quant.formats.dequantize import format_of
 from ckptkit.quant.formats.groups import Group, groups_of, is_cache_calibrated, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
-from ckptkit.quant.formats.scheme import listed
+from ckptkit.quant.formats.scheme import get_list
 from ckptkit.quant.ignore.agree import NOTHING_PACKED
 from ckptkit.quant.ignore.names import matrices_of, spell
 from ckptkit.quant.ignore.readers import BY_CLASS, counting, severity_of_all, worst
@@ -111,7 +111,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
-        hint = f"quantize again with '{spell(names[0])}' in ignore, which all readers understand"
+        hint = f"quantize again with '{entry_for(names[0])}' in ignore, which all readers understand"
         packed = [name + PACKED for name in names]
         yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
@@ -221,8 +221,11 @@ def _by_targets(
     with suppress(CkptkitError):  # CK302 reports an unknown model
         tree = class_tree(config) if len(groups) > 1 else None
         matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
-        readers = (*(BY_CLASS[:1] if subject.readers is None else ()), *counting(subject.readers, subject.engine))
-        readings = read_all(readers, matrices, listed(quantization_of(config), "ignore"), config, targets_of(groups))
+        readers = (
+            *(BY_CLASS[:1] if subject.readers is None else ()),
+            *deciding_readers(subject.readers, subject.engine),
+        )
+        readings = read_all(readers, matrices, get_list(quantization_of(config), "ignore"), config, targets_of(groups))
         for reader in readers:
             for matrix, target in zip(matrices, readings[reader].targets, strict=False):
                 if target is not None and target.kind == "packs":

@@ -13,9 +13,16 @@ from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import is_quantized, quantization_of, stated_quantization
 from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.formats.dequantize import floats_of
-from ckptkit.quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
-from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
-from ckptkit.quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
+from ckptkit.quant.formats.groups import (
+    PACKED_BITS,
+    Group,
+    find_refusals,
+    find_rounded_activations,
+    group_of,
+    groups_of,
+)
+from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs, unify_configs
+from ckptkit.quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, get_list, parse
 from ckptkit.quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
 from ckptkit.quant.patterns import check_entries
 from ckptkit.verify.core.check import CannotCheck, Issue, Subject, once
@@ -87,7 +94,7 @@ def in_second_format(subject: Subject) -> frozenset[str]:
     """The parts of weights in the format of hf_quant_config.json if config.json declares another method (CK303)."""
     if not subject.is_hf or config_or_none(subject) is None or "quant_method" not in differing_configs(subject.path):
         return frozenset()
-    floats = floats_of(flattened({}, subject.path))
+    floats = floats_of(unify_configs({}, subject.path))
     stored = floats.weights(subject.hf_files.specs) if floats else ()
     return frozenset(part for one in stored for part in (*one.needed, *one.inputs))
 
@@ -133,7 +140,7 @@ def misread_floats(
         members = [module for module in modules if group_of(groups, module) is group]
         for actual, names in _misread_group(group, raw, members, specs) if members else ():
             yield Issue(expected, actual, hint, names=names, file="config.json", severity=severity)
-    for one in rounded(content):
+    for one in find_rounded_activations(content):
         severity = worst(severity_of(reader, asked) for reader in one.readers)
         yield Issue(expected, one.what, one.hint, file="config.json", severity=severity)
 
@@ -180,7 +187,7 @@ def _are_judged(config: Mapping[str, Any]) -> bool:
     content, groups = quantization_of(config), groups_of(config)
     if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
         return False
-    check_entries(listed(content, "ignore"), "config.json: ignore")
+    check_entries(get_list(content, "ignore"), "config.json: ignore")
     check_entries([target for group in groups for target in group.targets], "config.json: targets")
     is_usual = [group.targets for group in groups] == [("Linear",)] and groups[0].weights.get("num_bits") == BITS
     if (is_usual and content.get("kv_cache_scheme") is None) or not any(group.kind == "packs" for group in groups):

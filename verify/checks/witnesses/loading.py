@@ -14,7 +14,7 @@ from ckptkit.converters.passthrough import lost_towers
 from ckptkit.converters.planner import dims_of, expected_hf
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
-from ckptkit.quant.ignore.names import spell
+from ckptkit.quant.ignore.names import entry_for
 from ckptkit.verify.checks.config.config import is_parallel
 from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
@@ -299,7 +299,7 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 
 def keep_router(config: Mapping[str, Any]) -> str:
     """The entry of `ignore` for this model's routers, under the names of its releases."""
-    return spell(routers(config)[0].removesuffix(".weight"))
+    return entry_for(routers(config)[0].removesuffix(".weight"))
 
 
 def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -> str:

@@ -194,7 +194,7 @@ class Loaded:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.locate(name)) is not None}
         lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
-        is_free = not engine_class(self.engine.FACTS.name, self.config).wants_unused
+        is_free = not engine_class(self.engine.FACTS.name, self.config).requires_unused
         for name in unused_names(self.config) if is_free else ():
             if (place := self.locate(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False

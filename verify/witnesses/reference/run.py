@@ -12,7 +12,7 @@ from ckptkit.converters.config.values import language_part
 from ckptkit.converters.planner import expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import size
-from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.quant.engines.transformers_class import transformers_deviation
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.expected import config_of, is_quantized

@@ -21,7 +21,7 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
-from ckptkit.quant.formats.modelopt import flattened
+from ckptkit.quant.formats.modelopt import unify_configs
 from ckptkit.quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from ckptkit.verify.quirks import installed, quirks
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
@@ -170,7 +170,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         attention_backend="torch_native" if config.get("model_type") == "nemotron_h" else "triton",
         disable_shared_experts_fusion=not fused_shared,
         # Without a GPU the class for experts in NVFP4 is built only for Marlin's kernels.
-        moe_runner_backend="marlin" if not cuda and has_nvfp4(flattened(config, model_path)) else "auto",
+        moe_runner_backend="marlin" if not cuda and has_nvfp4(unify_configs(config, model_path)) else "auto",
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the rank of the process is published with the arguments
         ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank if cuda else None)
