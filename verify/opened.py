@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
-from ckptkit.converters.planner import dims_of, own_dialect, to_megatron
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.planner import default_dialect, dims_of, to_megatron
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import ByteRange, extents_of
 from ckptkit.core.plan import View
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import Location, locate, refuse_hf, refuse_url
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.hf.remote import open_directory
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.buffers import elements
 from ckptkit.storage.read import FileExtent, read_new
-from ckptkit.storage.url import place
+from ckptkit.storage.url import path_or_url
 from ckptkit.verify.evidence.folding import layer_of
 from ckptkit.verify.evidence.plain import as_release, open_plain, release_of
 
@@ -200,7 +200,7 @@ class OpenedCheckpoint(LazyTensors):
         """
         stored = self._stored
         if not self._location.is_megatron:
-            view = to_megatron(stored, self._where, dialect=own_dialect(stored.config))
+            view = to_megatron(stored, self._where, dialect=default_dialect(stored.config))
             return OpenedCheckpoint(self._location, stored, view, is_megatron=True)
         return OpenedCheckpoint(self._location, stored, stored, is_megatron=True)
 
@@ -211,7 +211,7 @@ class OpenedCheckpoint(LazyTensors):
         if not self._is_megatron:
             prefix = None  # of a family that is not known, whose names are taken as they are
             with suppress(CkptkitError):
-                prefix = f"{dims_of(as_stored(self.config, self._specs)).root}layers."
+                prefix = f"{dims_of(adapt_config(self.config, self._specs)).root}layers."
         for name in self:
             if prefix is None:
                 number = layer_of(name)
@@ -243,7 +243,7 @@ def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:
     """
     if hf is not None:
         refuse_url(hf)
-    with opened(place(path)) as here:
+    with open_directory(path_or_url(path)) as here:
         location = locate(here)
         if location.is_hf:
             refuse_hf(hf, path)

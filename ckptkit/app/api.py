@@ -13,8 +13,8 @@ from ckptkit.converters.passthrough import FOLDER
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
-from ckptkit.storage.fingerprint import unchanged
-from ckptkit.transfer.manifest import check_new_manifest, described_files, digests_of, write_manifest
+from ckptkit.storage.fingerprint import require_unchanged
+from ckptkit.transfer.manifest import check_new_manifest, digests_of, side_file_digests, write_manifest
 
 if TYPE_CHECKING:
     from ckptkit.quant.schemes.registry import Scheme
@@ -62,8 +62,8 @@ def make_manifest(
         )
     target = Path(output) if output else location.root / MANIFEST
     check_new_manifest(target, path)
-    with unchanged([location.path]):
+    with require_unchanged([location.path]):
         tensors = digests_of(open_checkpoint(path, hf=hf), workers)
-        files = described_files(location, [location.root / FOLDER])
+        files = side_file_digests(location, [location.root / FOLDER])
     write_manifest(target, ["ckptkit", "manifest", str(path)], tensors, files, {})
     return target

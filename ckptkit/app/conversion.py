@@ -28,24 +28,24 @@ from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ckptkit.formats.hf.remote import check_unchanged, opened
+from ckptkit.formats.hf.remote import check_unchanged, open_directory
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.quant.schemes.interface import SquaredError
 from ckptkit.quant.schemes.registry import DEFAULT
 from ckptkit.storage.digest import TensorDigest
-from ckptkit.storage.fingerprint import unchanged
+from ckptkit.storage.fingerprint import require_unchanged
 from ckptkit.storage.links import dangling_in, format_links
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published, new_directory
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import (
     FINGERPRINT,
-    described_files,
     file_digest,
     lineage_of,
     loaded_files,
     read_manifest,
+    side_file_digests,
     write_manifest,
 )
 from ckptkit.transfer.upload import check_upload, new_upload
@@ -76,7 +76,7 @@ class ConversionResult:
 def run(options: RunOptions) -> ConversionResult:
     """Does what the options ask for. Raises CkptkitError for anything wrong with the input; then nothing is left."""
     with ExitStack() as stack:
-        sources = {source: stack.enter_context(opened(source)) for source in dict.fromkeys(options.sources)}
+        sources = {source: stack.enter_context(open_directory(source)) for source in dict.fromkeys(options.sources)}
         location = locate(sources[options.src])
         for source in sources.values():
             require_own_files(source.path)
@@ -236,7 +236,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
         if isinstance(options.dst, str)
         else new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
     )
-    with destination as (partial, journal), unchanged(read):
+    with destination as (partial, journal), require_unchanged(read):
         journal.list_files([*plan.files(), *(f"{plan.side_folder}/{file}".lstrip("/") for file in files)])
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
         target = partial / plan.side_folder
@@ -272,5 +272,5 @@ def _write_manifest(
     more = {"source": printable(plan.side_files.path.name), **source, "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
-    files = described_files(written, [partial / FOLDER])
+    files = side_file_digests(written, [partial / FOLDER])
     write_manifest(partial / MANIFEST, options.command(), tensors, files, more)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.converters.planner import dims_of, rules_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import require_sound, single_delta
@@ -145,7 +145,7 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
     """Raises CkptkitError where a router of the checkpoint is constant or not finite, which routes all tokens alike."""
     from ckptkit.verify.evidence.extremes import extremes
 
-    config = as_stored(checkpoint.config, checkpoint.specs)
+    config = adapt_config(checkpoint.config, checkpoint.specs)
     names = [name for rule in rules_of(config) if rule.megatron.endswith(_ROUTER) for name in rule.hf]
     found = {name: extremes(checkpoint.read([name])[name]) for name in names if name in checkpoint.specs}
     if dead := [name for name, one in found.items() if one.constant or not one.finite]:

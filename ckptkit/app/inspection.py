@@ -13,14 +13,14 @@ from typing import Any
 from ckptkit.converters.config.values import language_part
 from ckptkit.converters.draft import draft_of, is_draft
 from ckptkit.converters.lora_settings import idle_reason
-from ckptkit.converters.megatron.arguments import UNSAID, megatron_args, unsaid
+from ckptkit.converters.megatron.arguments import NO_ARGUMENT_KEY, inexpressible, megatron_args
 from ckptkit.converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.converters.megatron.run_config import stored_args
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.converters.planner import HYBRID, MCORE
 from ckptkit.converters.registry import named_family_of, unwitnessed
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
@@ -30,12 +30,12 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
-from ckptkit.formats.hf.remote import config_at, opened
-from ckptkit.formats.hf.side_files import is_quantized, stated_quantization
+from ckptkit.formats.hf.remote import config_at, open_directory
+from ckptkit.formats.hf.side_files import declared_quantization, is_quantized
 from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.storage.directory import Directory
-from ckptkit.storage.url import is_url, place
+from ckptkit.storage.url import is_url, path_or_url
 
 _DELTAS = "deltas (slime, miles, vime)"
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
@@ -72,21 +72,24 @@ def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str,
     tensor are left out. `no_argument_for` lists what arguments cannot express. Raises CkptkitError for a model without
     support.
     """
-    if (config := config_at(place(path))) is not None:
+    if (config := config_at(path_or_url(path))) is not None:
         refuse_hf(hf, path)
         names = () if is_url(path) else stored_names(Path(path))
-        return _arguments(as_stored(config, names) if names else config)
+        return _arguments(adapt_config(config, names) if names else config)
     with _opened(path, hf) as (here, hf_here):
         checkpoint = open_checkpoint(here, hf=hf_here)
         hybrid = isinstance(checkpoint, TorchDistCheckpoint) and is_hybrid(checkpoint.specs)
-        return _arguments(as_stored(checkpoint.config, checkpoint.specs), HYBRID if hybrid else MCORE)
+        return _arguments(adapt_config(checkpoint.config, checkpoint.specs), HYBRID if hybrid else MCORE)
 
 
 @contextmanager
 def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory, Directory | None]]:
     """A checkpoint and the HF directory named with it, each where it is read."""
     with ExitStack() as stack:
-        yield stack.enter_context(opened(place(path))), stack.enter_context(opened(place(hf))) if hf else None
+        yield (
+            stack.enter_context(open_directory(path_or_url(path))),
+            stack.enter_context(open_directory(path_or_url(hf))) if hf else None,
+        )
 
 
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -185,7 +188,7 @@ def _delta_facts(path: Path) -> dict[str, Any]:
 
 def _quantization(checkpoint: HfCheckpoint) -> str | None:
     if not is_quantized(checkpoint.config):
-        return "the cache alone" if stated_quantization(checkpoint.config) else None
+        return "the cache alone" if declared_quantization(checkpoint.config) else None
     from ckptkit.quant.formats.dequantize import described
 
     return described(checkpoint.config, checkpoint.specs)
@@ -208,12 +211,12 @@ def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any
     if (message := unwitnessed(config)) is not None:
         raise UnsupportedError(f"config.json: {message}", "so Megatron has no arguments for it")
     dims = named_family_of(config).read_dims(config)
-    lines = unsaid(dims)
+    lines = inexpressible(dims)
     if dialect == HYBRID or dims.pattern:
         lines = [*lines, "the class: Megatron-LM's pretrain_hybrid.py builds HybridModel, pretrain_gpt.py GPTModel"]
     # Not of the model: without it experts are added up in an order that changes from run to run (CK719).
     fused = {"moe_permute_fusion": True} if dims.experts else {}
-    return megatron_args(dims, dialect) | fused | ({UNSAID: lines} if lines else {})
+    return megatron_args(dims, dialect) | fused | ({NO_ARGUMENT_KEY: lines} if lines else {})
 
 
 def _format(location: Location) -> str:

@@ -14,9 +14,9 @@ import click
 
 @dataclass(frozen=True)
 class Needs:
-    """Parameters of click of which an option needs one `beside` it, in verbs that have one; else it has no effect."""
+    """An option has an effect only with `any_of` these click parameters, in verbs that have one."""
 
-    beside: tuple[str, ...]
+    any_of: tuple[str, ...]
     hint: str
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.app.plan import ConversionPlan
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.plan import View
 from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec
@@ -72,7 +72,7 @@ def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError], chosen_by:
 def _unpacked(
     packing: Packing, source: Mapping[str, TensorSpec], config: Mapping[str, Any], chosen_by: str
 ) -> dict[str, dict[str, int]]:
-    stored = as_stored(config, source)
+    stored = adapt_config(config, source)
     counts = defaultdict[str, Counter[str]](Counter)
     for matrix in matrices_of(source, class_tree(stored), stored):
         if matrix.tensor not in packing.names:

@@ -15,7 +15,7 @@ from ckptkit.converters.megatron.hybrid_model import refuse_hybrid_only
 from ckptkit.converters.megatron.rank_cuts import rank_cuts
 from ckptkit.converters.open import open_megatron
 from ckptkit.converters.passthrough import FOLDER, lost_towers, passthrough_of, require_towers
-from ckptkit.converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
+from ckptkit.converters.planner import HYBRID, MCORE, default_dialect, dims_of, to_megatron
 from ckptkit.converters.registry import check_unwitnessed
 from ckptkit.converters.stored import remarks, require_mtp
 from ckptkit.core.allocator import gc_paused
@@ -131,7 +131,7 @@ def _require_tensors(source: Checkpoint, location: Location) -> None:
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
     """What Megatron's files hold of an HF checkpoint."""
     check_unwitnessed(source.config, options.unwitnessed)
-    dialect = options.dialect or own_dialect(source.config)
+    dialect = options.dialect or default_dialect(source.config)
     if dialect != HYBRID:
         refuse_hybrid_only(dims_of(source.config))
     view = to_megatron(source, str(location.directory), options.cast_to, dialect)

@@ -24,7 +24,7 @@ from ckptkit.quant.ignore.readers import ALL_READERS
 from ckptkit.quant.schemes.registry import DEFAULT, UNQUANTIZED
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
-from ckptkit.storage.url import absolute, is_url, place
+from ckptkit.storage.url import absolute, is_url, path_or_url
 
 if TYPE_CHECKING:
     from ckptkit.quant.schemes.registry import Scheme
@@ -41,7 +41,7 @@ class PathOrUrl(click.Path):
     def convert(
         self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None
     ) -> Any:
-        found = place(os.fspath(value))
+        found = path_or_url(os.fspath(value))
         return found if isinstance(found, str) else super().convert(found, parameter, context)
 
 
@@ -291,7 +291,7 @@ def run_options(
     Raises as RunOptions does, and TypeError for an unknown option.
     """
     values = {name: _value(name, value) for name, value in options.items()}
-    return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **values)
+    return RunOptions(verb, absolute(src), path_or_url(dst), scheme=scheme, **values)
 
 
 def _value(name: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import note, progress, size
 from ckptkit.formats.files import Digests
 from ckptkit.storage.fingerprint import fingerprint
-from ckptkit.storage.url import absolute, place
+from ckptkit.storage.url import absolute, path_or_url
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
@@ -81,7 +81,7 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
             check_gpus(ray)
         token = journal.begin_run()
         # Workers run in another directory.
-        placed = replace(options, dst=place(absolute(options.dst)))
+        placed = replace(options, dst=path_or_url(absolute(options.dst)))
         task = TaskInput(placed, partial.absolute(), token, _source_of(options), digest_of(plan))
         batches = batches_of(plan, options.workers or cpus(ray))
         files, sizes = list(batches), list(batches.values())

@@ -48,7 +48,7 @@ class ChangedError(CkptkitError):
 
 
 @contextmanager
-def unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
+def require_unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
     """Raises ChangedError if a file below these folders that `counts` changed meanwhile, also after an error."""
     watched = list(folders)
     before = fingerprint(watched, counts)

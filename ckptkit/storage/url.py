@@ -68,7 +68,7 @@ def refuse_credentials(url: str) -> None:
         raise UsageError(f"{public} contains credentials, which are not read from URLs", f"leave them out, and {login}")
 
 
-def place(path: str | Path) -> str | Path:
+def path_or_url(path: str | Path) -> str | Path:
     """A URL as it is, a local path or `file://` as Path. Raises UsageError as `refuse_credentials`."""
     refuse_credentials(str(path))
     return path if is_url(path) and not path.startswith("file://") else Path(str(path).removeprefix("file://"))
@@ -76,7 +76,7 @@ def place(path: str | Path) -> str | Path:
 
 def absolute(path: str | Path) -> str:
     """A URL as it is, and the absolute path of what lies on this machine."""
-    found = place(path)
+    found = path_or_url(path)
     return found if isinstance(found, str) else str(found.absolute())
 
 

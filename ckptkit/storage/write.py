@@ -167,7 +167,7 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 _AT_ONCE = 16  # a file system flushes what is asked for together at once
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces `path`, or a link there, by `content` (text in UTF-8), complete or not at all. Raises OSError."""
     descriptor, name = new_file(path)
     try:

@@ -28,7 +28,7 @@ from ckptkit.formats.torch_dist.reader import MAX_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.tree import files_below
-from ckptkit.storage.write import write_whole
+from ckptkit.storage.write import write_atomically
 from ckptkit.transfer.copy import copy
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
     return {name: found.tensors[name] for name in checkpoint.specs}
 
 
-def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
+def side_file_digests(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
     """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
 
     Of HF: config, tokenizer, templates, code. Of Megatron: the iteration's metadata, and `hf/` and the folders
@@ -174,7 +174,7 @@ def write_manifest(
     # One line a tensor: with indentation a model of 200,000 tensors would take a million lines.
     text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
-    write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
+    write_atomically(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:

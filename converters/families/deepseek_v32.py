@@ -194,7 +194,7 @@ FAMILIES = (
         read_dims,
         mappings,
         _DIALECTS,
-        carried_ends=ROTARY_FREQUENCIES,
+        passthrough_suffixes=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
     ),
     ModelFamily(

@@ -87,8 +87,8 @@ FAMILIES = (
         ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
         read_dims,
         mappings,
-        carried=("mtp.",),
-        fused=FusedExperts(renamed=True),
+        passthrough=("mtp.",),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(drafts=_drafts, classes={"Router": "ExaoneMoeTopkRouter"}),
     ),
 )

@@ -15,7 +15,7 @@ from ckptkit.converters.blocks.latent_attention import read_mla
 from ckptkit.converters.blocks.sigmoid_moe import read_sigmoid_moe
 from ckptkit.converters.config.dims import Kda, ModelDims, base_dims, first_layers
 from ckptkit.converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
-from ckptkit.converters.family import ModelFamily, Unwitnessed
+from ckptkit.converters.family import MegatronGap, ModelFamily
 from ckptkit.converters.ops.basic import Copy, Op, ZeroPadded
 from ckptkit.converters.ops.shapes import Shape
 from ckptkit.converters.rules import ParamMapping, decoder
@@ -195,10 +195,10 @@ FAMILIES = (
         ("KimiK3ForConditionalGeneration",),
         read_dims,
         mappings,
-        carried=("vision_tower.", "mm_projector."),
+        passthrough=("vision_tower.", "mm_projector."),
         # No class of transformers says which of its modules are Linear layers.
         release=None,
-        unwitnessed=Unwitnessed(
+        unwitnessed=MegatronGap(
             "its delta attention, aggregated residuals and activation are in none", "Megatron-Bridge"
         ),
     ),

@@ -270,7 +270,7 @@ FAMILIES = (
         ("NemotronHForCausalLM",),
         read_dims,
         mappings,
-        fused=FusedExperts(renamed=True),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(
             "backbone.", moe="mixer", experts=_UP_DOWN, drafts=_drafts, classes={"Router": "NemotronHTopkRouter"}
         ),

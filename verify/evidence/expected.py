@@ -10,14 +10,14 @@ from typing import Any
 
 from ckptkit.converters.config.values import class_of
 from ckptkit.converters.experts import fuse, is_fused
+from ckptkit.converters.foreign import refuse_declared_format as refuse_stated_format
 from ckptkit.converters.foreign import refuse_foreign
-from ckptkit.converters.foreign import refuse_stated as refuse_stated_format
-from ckptkit.converters.planner import dims_of, rules_in, rules_of, tied_head
+from ckptkit.converters.planner import dims_of, rules_for_names, rules_of, tied_head
 from ckptkit.converters.registry import FAMILIES, family_of, named_family_of
-from ckptkit.converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
+from ckptkit.converters.stored import PrefixMismatch, adapt_config, prefix_mismatch, refuse_older, remarks
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import config_in, declared_quantization, quantization_of
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
 from ckptkit.quant.formats.dequantize import floats_of
 from ckptkit.quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
@@ -62,7 +62,7 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
     it loads.
     """
     config, names = stated_config_of(subject), _names(subject)
-    return as_stored(config, names) if names else config
+    return adapt_config(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
@@ -72,13 +72,13 @@ def remarks_of(subject: Subject) -> list[str]:
 
 
 @once
-def spelling_of(subject: Subject) -> OtherSpelling | None:
+def spelling_of(subject: Subject) -> PrefixMismatch | None:
     """How the layers of an HF checkpoint are spelled, where another class than the config's spells them so.
 
     None also where there is no usable config.
     """
     try:
-        return other_spelling(stated_config_of(subject), _names(subject)) if subject.is_hf else None
+        return prefix_mismatch(stated_config_of(subject), _names(subject)) if subject.is_hf else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
@@ -158,7 +158,7 @@ def expected_of(subject: Subject) -> Expected | None:
         return None
     unread = subject.unread_names
     names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
-    rules = rules_in(config, names) if subject.is_megatron else list(rules_of(config))
+    rules = rules_for_names(config, names) if subject.is_megatron else list(rules_of(config))
     if subject.is_megatron:
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
         state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
@@ -186,7 +186,9 @@ def expected_of(subject: Subject) -> Expected | None:
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    carries = family_of(config).carries  # tensors outside the language model, by what precedes or follows the numbers
+    carries = family_of(
+        config
+    ).passes_through  # tensors outside the language model, by what precedes or follows the numbers
     carried = frozenset(name for kind in kinds if carries(kind[0]) for name in kind)
     return Expected(shapes, frozenset(), fp32, indices, repeated | scales | carried)
 
@@ -223,7 +225,7 @@ def has_floats(config: Mapping[str, Any]) -> bool:
 
 def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor scales the key-value cache, and config.json has a scheme for that."""
-    content = stated_quantization(config)
+    content = declared_quantization(config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
     stated = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
     return stated and CACHE_SCALE.fullmatch(name) is not None

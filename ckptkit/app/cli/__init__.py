@@ -19,8 +19,8 @@ from types import FrameType
 
 import click
 
-from ckptkit.app.cli.output import echo, prepare_streams, shown
-from ckptkit.app.cli.verb import VERBS, anywhere, asked
+from ckptkit.app.cli.output import echo, prepare_streams, show_progress
+from ckptkit.app.cli.verb import VERBS, global_options, parse_flags
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version
@@ -76,7 +76,7 @@ def cli() -> None:
     """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
 
 
-cli.params += anywhere()
+cli.params += global_options()
 
 
 class Ended(KeyboardInterrupt):
@@ -96,7 +96,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
             signal.signal(number, _end)
-    flags = asked(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     debug = "debug" in flags
     # Headers of large models are a million objects that stay: collecting at Python's own pace takes half of the time.
     gc.set_threshold(200_000, 10, 10)
@@ -105,7 +105,7 @@ def main() -> None:
         logging.getLogger("ckptkit").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        with shown(flags), memory_for("this command"):
+        with show_progress(flags), memory_for("this command"):
             code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)

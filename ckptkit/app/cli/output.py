@@ -164,7 +164,7 @@ class _Status(logging.Handler):
 
 
 @contextmanager
-def shown(asked: Collection[str]) -> Iterator[None]:
+def show_progress(asked: Collection[str]) -> Iterator[None]:
     """Shows the steps of what runs inside, or with "quiet" none, nor a bar; with "verbose" each as it begins."""
     level = LOG.level
     if "quiet" in asked:

@@ -64,14 +64,14 @@ _SECTIONS = {
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 
 
-def anywhere() -> list[click.Option]:
+def global_options() -> list[click.Option]:
     """The options that go before a verb and behind it. `main` reads them: it begins before any verb is imported."""
     return [
         click.Option([*spelled, name], is_flag=True, expose_value=False, help=text) for spelled, name, text in _ANYWHERE
     ]
 
 
-def asked(words: list[str]) -> frozenset[str]:
+def parse_flags(words: list[str]) -> frozenset[str]:
     """Which of the options that go anywhere are among the words of a command line."""
     own = words[: words.index("--")] if "--" in words else words
     return frozenset(name for spelled, name, _ in _ANYWHERE if not set(spelled).isdisjoint(own))
@@ -82,7 +82,7 @@ class Verb(click.Command):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.params += anywhere()
+        self.params += global_options()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options, those of a verb that compares in sections."""
@@ -138,7 +138,7 @@ def needs_of(command: click.Command) -> dict[Needs, list[str]]:
     found: dict[Needs, list[str]] = {}
     for one in command.params:
         for needs in one.needs if isinstance(one, Option) else ():
-            if not names.isdisjoint(needs.beside):
+            if not names.isdisjoint(needs.any_of):
                 found.setdefault(needs, []).append(str(one.name))
     return found
 
@@ -151,8 +151,8 @@ def _refusal(ctx: click.Context) -> str | None:
             return f"{' and '.join(named)} exclude each other: {hint}"
     for needs, options in needs_of(ctx.command).items():
         named = [spelled[name] for name in options if name in given]
-        if named and given.isdisjoint(needs.beside):
-            beside = " or ".join(spelled[name] for name in needs.beside)
+        if named and given.isdisjoint(needs.any_of):
+            beside = " or ".join(spelled[name] for name in needs.any_of)
             return f"{', '.join(named)}: no effect without {beside}; {needs.hint}"
     return None
 

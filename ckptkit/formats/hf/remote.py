@@ -15,7 +15,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER, require_own_files
 from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
-from ckptkit.formats.hf.side_files import MAX_BYTES_BESIDE, is_hidden, is_weight
+from ckptkit.formats.hf.side_files import MAX_SIDE_FILE_BYTES, is_hidden, is_weight
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, is_url
@@ -25,7 +25,7 @@ _AT_ONCE = 16  # files at one time: most of the time goes by waiting for the fir
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Directory]:
+def open_directory(path: str | Path) -> Iterator[Directory]:
     """The directory at a path of this machine; for a URL, the HF directory there while the block runs.
 
     Config, tokenizer, templates and code of it are copied here, and every shard up to the end of its header:
@@ -70,7 +70,7 @@ def _fetch(store: Store, root: Path) -> Listing:
     whole = [name for name in seen if not is_weight(name) or name == INDEX]
     weights = [name for name in seen if is_weight(name) and name != INDEX and "/" not in name]
     for name in whole:
-        limit = MAX_BYTES if name in LOADED else MAX_BYTES_BESIDE
+        limit = MAX_BYTES if name in LOADED else MAX_SIDE_FILE_BYTES
         if listing.sizes[name] > limit:
             raise CkptkitError(
                 f"{store.at(name)}: {listing.sizes[name]} bytes, and at most {limit} are read of such a file",

@@ -24,7 +24,7 @@ from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 from ckptkit.storage.tree import files_below
 
-MAX_BYTES_BESIDE = 16 << 30  # of a file beside weights
+MAX_SIDE_FILE_BYTES = 16 << 30  # of a file beside weights
 _OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
@@ -82,9 +82,9 @@ def pieces_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file beside weights, 1 MiB at a time. Raises CkptkitError if unreadable or too large."""
     try:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_SIDE_FILE_BYTES:
                 raise OSError(
-                    errno.EFBIG, f"{size} bytes, and at most {MAX_BYTES_BESIDE} are read of a file next to weights"
+                    errno.EFBIG, f"{size} bytes, and at most {MAX_SIDE_FILE_BYTES} are read of a file next to weights"
                 )
             while piece := file.read(1 << 20):
                 yield piece
@@ -94,13 +94,13 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
     """The quantization of an HF config's weights under any key, or None, also if only the cache is quantized."""
-    content = stated_quantization(config)
+    content = declared_quantization(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return None if content.get("kv_cache_scheme") and not content.get("config_groups") else content
     return content
 
 
-def stated_quantization(config: Mapping[str, Any]) -> Any:
+def declared_quantization(config: Mapping[str, Any]) -> Any:
     """What an HF config says of quantized weights or of a quantized cache; None: nothing."""
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
     return next((holder[key] for holder in holders for key in QUANTIZATION_KEYS if holder.get(key) is not None), None)
@@ -111,7 +111,7 @@ def describe_quantization(config: Mapping[str, Any]) -> str:
     places = [*_places(config)]
     if not places:
         return "config.json has no quantization_config"
-    place, content = next(((place, one) for place, one in places if one is stated_quantization(config)), places[0])
+    place, content = next(((place, one) for place, one in places if one is declared_quantization(config)), places[0])
     if place.count(".") > 1 or (place.count(".") and not place.startswith("text_config.")):
         return f"config.json has {place}, where no engine reads it"
     if not isinstance(content, Mapping) or not content:
@@ -159,7 +159,7 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     method = quantization_of(config).get("quant_method") if isinstance(quantization_of(config), Mapping) else None
     if method != "modelopt":
         (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    if (stated := stated_quantization(config)) is not None:
+    if (stated := declared_quantization(config)) is not None:
         after["quantization_config"] = stated
         after |= {key: config[key] for key in _BESIDE if key in config}
     if config.get(_TIE) is False and before.get(_TIE) is not False:  # an adapter parted them

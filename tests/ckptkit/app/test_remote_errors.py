@@ -21,7 +21,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf import remote
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.hf.remote import open_directory
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.url import Store
@@ -32,7 +32,7 @@ from ckptkit.verify.launch.preflight import preflight
 
 def reading(url: str) -> None:
     """Opens a URL as a source."""
-    with opened(url):
+    with open_directory(url):
         pass
 
 

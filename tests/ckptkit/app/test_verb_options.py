@@ -76,8 +76,8 @@ def test_options_without_an_effect_alone_are_refused_and_no_others(
         words = {name: words_of(option)}
         for _ in range(2):  # what is needed may need another
             for needs, needing in needs_of(VERBS[verb]).items():
-                if set(needing) & words.keys() and words.keys().isdisjoint(needs.beside):
-                    words[needs.beside[0]] = words_of(options[needs.beside[0]])
+                if set(needing) & words.keys() and words.keys().isdisjoint(needs.any_of):
+                    words[needs.any_of[0]] = words_of(options[needs.any_of[0]])
         assert parse(verb, *(word for part in words.values() for word in part)) == "", name
 
 

@@ -142,7 +142,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     config = stated_config_of(subject)
     family, count = family_of(config), sum(one.startswith(found.found) for one in subject.specs)
     rename = f"rename the tensors to {found.expected}* (and in the index)"
-    if found.renamed:
+    if found.renamed_on_load:
         whose = "the multimodal class uses"
         hint = "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
         hint += f"of the multimodal release with its vision tower, or {rename}"
@@ -156,7 +156,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
         hint += rename
     expected = f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
-    actual, severity = f"{found.found}*, which {whose}: {count} tensors", warning_if(found.renamed)
+    actual, severity = f"{found.found}*, which {whose}: {count} tensors", warning_if(found.renamed_on_load)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 

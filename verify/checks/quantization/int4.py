@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.converters.planner import dims_of, expected_hf, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import declared_quantization, describe_quantization, quantization_of
 from ckptkit.quant.formats.groups import Group, groups_of, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
@@ -66,7 +66,7 @@ def require_quantized(subject: Subject) -> None:
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but a quantized cache of keys and values will do."""
     config = None if subject.is_megatron else usable_config(subject)
-    if config is None or stated_quantization(config) is None:
+    if config is None or declared_quantization(config) is None:
         require_quantized(subject)
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckptkit.converters.planner import dims_of, rules_in
+from ckptkit.converters.planner import dims_of, rules_for_names
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
@@ -33,7 +33,7 @@ def stages_held(subject: Subject) -> Stages:
 
 def _names(subject: Subject) -> list[str]:
     """The tensors that the model has by its config, named for the class that the checkpoint holds."""
-    return [rule.megatron for rule in rules_in(config_of(subject), subject.checkpoint.specs)]
+    return [rule.megatron for rule in rules_for_names(config_of(subject), subject.checkpoint.specs)]
 
 
 def finished(subject: Subject) -> MegatronRun:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ckptkit.converters.ops.basic import Copy
 from ckptkit.converters.planner import dialect_of, dims_of, mappings_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
@@ -205,11 +205,11 @@ def _copied(
     """HF and Megatron name of every tensor that conversion copies as it is, and whether Megatron may add rows to it.
 
     `hf` and `megatron` are the names that the two checkpoints store. No pair follows from an empty config. Raises
-    CkptkitError as `as_stored`.
+    CkptkitError as `adapt_config`.
     """
     if not config:
         return
-    config = as_stored(config, hf)
+    config = adapt_config(config, hf)
     dialect = dialect_of(config, megatron)
     experts = dims_of(config).experts
     for mapping in mappings_of(config, dialect):

@@ -125,7 +125,7 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
 
     The engine builds the tower, and a Megatron language model has no weights for it.
     """
-    carried = family_of(config).carried
+    carried = family_of(config).passthrough
     if subject.is_hf or not carried or "vision_config" not in config:
         return
     opened = open_megatron(subject.location, subject.hf_path)
