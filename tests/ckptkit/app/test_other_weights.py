@@ -89,7 +89,7 @@ def test_one_file_without_an_index(releases: PathOf, tmp_path: Path) -> None:
     ("name", "hint"),
     [
         *((name, hint) for name, hint in OTHER.items() if name.startswith("model") or "safetensors" in name),
-        ("llama.nemo", "llama.nemo is of NeMo 1"),
+        ("llama.nemo", "llama.nemo NeMo 1"),
         ("model-00001-of-00002.safetensors", "directory"),
         ("config.json", "directory"),
         ("notes.txt", "config.json"),
