@@ -284,7 +284,7 @@ SHARED = "copy to such a file system, or leave out --ray"
 @pytest.mark.parametrize(
     ("how", "message", "hint"),
     [
-        ({"dst": "s3://b/out", "resume": True}, "s3://b/out: --resume is not .* URL", "begin again with --overwrite"),
+        ({"dst": "s3://b/out", "resume": True}, "s3://b/out: --resume is not .* URL", "--overwrite"),
         *(({key: "s3://b/x", "ray": "auto"}, "--ray .*s3://b/x is a URL", SHARED) for key in ("dst", "src", "hf")),
         ({"dst": "memory://out"}, "memory://out: only HF directories", "disk"),
     ],
