@@ -100,7 +100,7 @@ EXAMPLES = {
     ),
     "CK123": (
         "a delta whose copy was cut short",
-        "expected 9288 bytes, as its header says; actual 9279 bytes: the file is truncated",
+        "expected 9288 bytes, according to its header; actual 9279 bytes: the file is truncated",
     ),
     "CK221": (
         "deltas replayed onto another base, of which one norm differs",

@@ -121,7 +121,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str) -> N
         ("zzz", "verbs: convert, diff, doctor, explain, gate, inspect,"),
         ("verify x --against-megatrn", "--against-megatron"),
         ("-q inspect x -v", "--quiet and --verbose exclude each other"),
-        ("convert x y --tp 4", "sizes"),
+        ("convert x y --tp 4", "parallel"),
         ("convert --pp 2", "--pp"),
     ],
 )
