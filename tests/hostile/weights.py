@@ -277,7 +277,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"legacy rank: a stack of {what}", "legacy", partial(_legacy, _zip(flood)), _STACK)
     for what, root in ROOTS.items():
         content = pickle.dumps(root)
-        said = rf"\.metadata holds {type(root).__name__} instead Metadata"
+        said = rf"\.metadata holds {type(root).__name__} instead of .*Metadata"
         yield Case(f".metadata that is {what}", "megatron", partial(_metadata, content), said, _MEGATRON)
         said, verbs = rf"common state is {type(root).__name__}, not a dict", ("inspect", "verify")
         if not isinstance(root, dict):
