@@ -224,10 +224,8 @@ def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
 def _check_padding(rule: Rule, parts: Sequence[Tensor]) -> None:
     op = rule.mapping.op
     if isinstance(op, ZeroPadded) and not op.is_padded(parts[0]):
-        raise CkptkitError(
-            f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0",
-            f"{rule.megatron} does not store them; compare the checkpoint with the release",
-        )
+        message = f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0"
+        raise CkptkitError(message, f"{rule.megatron} does not store them; compare the checkpoint with the release")
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:

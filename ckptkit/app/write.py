@@ -120,10 +120,8 @@ def write_batch(task: TaskInput, files: Sequence[str]) -> None:
     """Writes and records these files on this node. Raises CkptkitError if it sees other files than the coordinator."""
     journal = Journal(task.partial, task.token)
     if not journal.may_begin:
-        raise CkptkitError(
-            f"node {socket.gethostname()} does not see {task.partial} of the coordinator",
-            "name a destination on a file system that all nodes share",
-        )
+        message = f"node {socket.gethostname()} does not see {task.partial} of the coordinator"
+        raise CkptkitError(message, "name a destination on a file system that all nodes share")
     plan = _plan_once(task.options, task.source, task.plan)
     write_files(plan, task.partial, journal, files, 1, task.options.memory)
 
