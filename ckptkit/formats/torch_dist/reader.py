@@ -323,7 +323,7 @@ class TorchDistCheckpoint:
         self.metadata = read_metadata(self.path)
         refuse_plain_dcp(self.path, self.metadata.keys, self.metadata.by_torch)
         self._logical: dict[str, tuple[Part, ...]] = {}  # the parts of every global tensor
-        for name, parts in self._joined_parts():
+        for name, parts in self._name_all():
             if len(self._logical) >= _MAX_NAMES:
                 raise DamagedError(f"{self.path} claims to hold more than {_MAX_NAMES} tensors", _DAMAGED)
             if name in self._logical:
@@ -336,7 +336,7 @@ class TorchDistCheckpoint:
                 hint = "the save is incomplete; loading it would leave random values there"
                 raise DamagedError(f"{self.path}: {stored.key}: {problem}", hint)
 
-    def _joined_parts(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def _name_all(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
         """Every global tensor with its part, or with several parts if Megatron saved its rows separately."""
         split: dict[tuple[str, tuple[str, ...]], dict[str, Part]] = {}
         for name, part in self._parts():
