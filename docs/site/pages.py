@@ -104,7 +104,7 @@ EXAMPLES = {
     ),
     "CK221": (
         "deltas replayed onto another base, of which one norm differs",
-        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, and the "
+        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, the "
         "writer's had …",
     ),
     "CK222": (

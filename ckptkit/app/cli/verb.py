@@ -110,8 +110,8 @@ class Verb(click.Command):
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if self.name == "convert" and error.option_name in _SIZES:
-                what = f"convert has no option {error.option_name}"
-                raise click.UsageError(f"{what}: the output loads at any parallel size", ctx) from error
+                message = f"convert has no option {error.option_name}: the output loads at any parallel size"
+                raise click.UsageError(message, ctx) from error
             raise
         # A shell that completes a line parses an incomplete one.
         if not ctx.resilient_parsing and (text := _refusal(ctx)) is not None:
@@ -130,7 +130,7 @@ class LaunchVerb(Verb):
 
 
 def needs_of(command: click.Command) -> dict[Needs, list[str]]:
-    """The options of a verb that have an effect only with others that the verb has, by those others."""
+    """The options of a verb that require one of several parameters, by these requirements."""
     names = {*(one.name for one in command.params), LAUNCH}
     found: dict[Needs, list[str]] = {}
     for one in command.params:
