@@ -46,10 +46,7 @@ def quantize(src: str | Path, dst: str | Path, scheme: Scheme | None, **options:
 def make_manifest(
     path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
 ) -> Path:
-    """Writes the manifest of a checkpoint, HF or Megatron, to `output` or `ckptkit.json` at its root. Returns its path.
-
-    Raises CkptkitError if that file exists or the checkpoint cannot be read.
-    """
+    """Writes a manifest to `output`, or to `ckptkit.json` at the root. Returns its path. Raises CkptkitError."""
     if hf:
         refuse_url(hf)
     location = locate(path)

@@ -78,10 +78,7 @@ def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | Non
 
 
 def disk_rates(directory: Path) -> tuple[float, float]:
-    """Measures the bytes per second that the disk of a directory reads and writes, with a file of at most 64 MiB.
-
-    Bypasses the page cache if the kernel allows it. Raises OSError if the directory is not writable.
-    """
+    """Measures bytes per second of reading and writing a directory's disk, with at most 64 MiB. Raises OSError."""
     piece = os.urandom(_PIECE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ckptkit-measure-") as file:
         descriptor = file.fileno()

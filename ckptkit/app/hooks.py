@@ -194,10 +194,7 @@ _MODEL = "actor_rollout_ref.model.path"
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Preflight of verl's overrides, if they name a model. Raises CkptkitError with the findings that are errors.
-
-    Reports the result and skipped checks on standard error.
-    """
+    """Preflight of verl's overrides, if they name a model. Raises CkptkitError with errors; reports the result."""
     settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     model = settings.get(_MODEL)
     if not model:

@@ -51,10 +51,7 @@ class PackedSummary:
 
 
 def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError], chosen_by: str) -> PackedSummary | None:
-    """Summarizes the packing of a plan, or returns None without packing. `errors`: by the name of the codes' tensor.
-
-    `chosen_by`: the option that excludes matrices that could be packed.
-    """
+    """Summarizes packing, if any. `errors`: by name of codes. `chosen_by`: the option that excludes matrices."""
     if plan.packing is None or not isinstance(plan.view, View):
         return None
     source = plan.view.source.specs

@@ -279,10 +279,7 @@ def run_options(
     scheme: Scheme | None = None,
     **options: Any,
 ) -> RunOptions:
-    """Makes RunOptions from user input: paths in any form, sizes also as "5GB", readers as a list.
-
-    Raises UsageError like RunOptions, and TypeError for an unknown option.
-    """
+    """Makes RunOptions from user input: any paths, sizes also as "5GB", readers as a list. Raises UsageError."""
     values = {name: _value(name, value) for name, value in options.items()}
     return RunOptions(verb, absolute(src), path_or_url(dst), scheme=scheme, **values)
 

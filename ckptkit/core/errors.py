@@ -118,9 +118,6 @@ def code_of(error: OSError) -> ErrorCode:
 
 
 def words_of(error: BaseException, with_class: bool = False) -> str:
-    """The message of another library's exception on one line, without the folders of installed libraries.
-
-    Includes the class if `with_class`, if the message is only a key, or if it is empty.
-    """
+    """One line for another library's exception; includes the class if `with_class` or the text is a key or empty."""
     text, kind = one_line(str(error)), type(error).__name__
     return f"{kind}: {text}" if text and (with_class or isinstance(error, LookupError)) else text or kind

@@ -43,10 +43,7 @@ def identity(spec: TensorSpec) -> Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that together use every source tensor (or drop it by name) and make every output once.
-
-    Raises CkptkitError, naming tensors, if a source tensor is unused or missing, or an output is made twice.
-    """
+    """Steps that use or drop every source tensor and make every output once. Raises CkptkitError otherwise."""
 
     steps: tuple[Step, ...]
     sources: Collection[str]

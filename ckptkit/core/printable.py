@@ -54,9 +54,7 @@ def _public_url(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line, without credentials in URLs, and with escapes (`\\x1b`) for invisible characters, line
-    breaks, and the first character of a CI system's command.
-    """
+    """One line without credentials in URLs, with escapes (`\\x1b`) for invisible characters and CI commands."""
     text = without_credentials(text)
     if not text.isascii() or not text.isprintable():
         text = "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
@@ -76,10 +74,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 def one_line(text: str) -> str:
-    """The text of another library's exception or log on one line, without stacks and folders of libraries.
-
-    A more indented line follows a colon; other lines follow a semicolon or the end of a sentence.
-    """
+    """The text of another library's exception or log on one line, without stacks and folders of libraries."""
     joined, above = "", ""
     for line in filter(str.strip, _without_stacks(_INSTALLED.sub("", _COLOR.sub("", text[:_MAX_CHARACTERS])))):
         words = _INPUT.sub(r" (it is \1)", _OF_SCHEMA.sub("", line.strip()))
@@ -134,16 +129,13 @@ _RAW = re.compile(r"[^\n -~]|##(?=\w*\[)")
 
 
 def json_text(content: Any) -> str:
-    """Indented ASCII JSON without credentials in URLs and without commands for terminals or CI systems.
-
-    Half of a surrogate pair, which other parsers reject, becomes the text of its escape (`\\\\ud800`).
-    """
+    """Indented ASCII JSON without credentials in URLs and without commands for terminals or CI systems."""
     return _RAW.sub(_json_escape, without_credentials(json.dumps(content, indent=2, ensure_ascii=False)))
 
 
 def _json_escape(found: re.Match[str]) -> str:
     first, rest = found[0][0], found[0][1:]
-    if unicodedata.category(first) == "Cs":
+    if unicodedata.category(first) == "Cs":  # other parsers reject half of a surrogate pair
         return f"\\\\u{ord(first):04x}"
     units = first.encode("utf-16-be").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + rest

@@ -210,10 +210,7 @@ def locate(path: str | Path | Directory) -> Location:
 
 
 def require_own_files(path: str | Path) -> None:
-    """Raises CkptkitError like `files_below` for the files to read of the checkpoint at `path`, valid or not.
-
-    In a Megatron root these are the tracker's iteration, but not other iterations or files of the run.
-    """
+    """Raises CkptkitError like `files_below` for the files to read at `path`; in a Megatron root, of one iteration."""
     root = Path(path).absolute()
     if not root.is_dir():
         return

@@ -25,10 +25,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 class Files(Protocol):
-    """The files of a checkpoint to write, as data: the tensors' specs determine the position of every byte.
-
-    So any number of threads, processes and machines can write them, with the same result.
-    """
+    """The files to write, as data: specs determine every position, so that any threads and machines can write them."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

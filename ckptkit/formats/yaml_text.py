@@ -34,10 +34,7 @@ Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Scalar"
 
 
 def parse(text: str) -> Tree:
-    """The tree of a YAML document, or an empty mapping for empty text.
-
-    Raises ValueError for invalid YAML, a second document, a repeated key, or text beyond a limit of this module.
-    """
+    """The tree of a YAML document. Raises ValueError for invalid YAML, repeated keys, or exceeded limits."""
     try:
         depth = 0
         for event in yaml.parse(text, Loader=_LOADER):  # `compose` recurses without a limit

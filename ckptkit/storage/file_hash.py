@@ -19,10 +19,7 @@ _AHEAD = 128 << 20  # bytes of pieces that wait for earlier ones
 
 
 class FileHash:
-    """Checks whether a file has the hexadecimal hash `expected`: SHA-256, or SHA-1 of its bytes or its git blob.
-
-    `begin`: the position of the first piece. Earlier bytes and missing pieces are read from the file.
-    """
+    """Checks the SHA-256 of a file, or the SHA-1 of its bytes or git blob. `begin`: position of the first piece."""
 
     def __init__(self, path: Path, expected: str, begin: int = 0) -> None:
         self.path, self.expected = path, expected

@@ -19,10 +19,7 @@ Counts = Callable[[Path], bool]
 def fingerprint(
     folders: Iterable[Path | Directory], counts: Counts = lambda _: True, *, is_strict: bool = False
 ) -> str:
-    """SHA-256 over path, size and mtime of each file below these folders that `counts`; at a URL, over its listing.
-
-    `is_strict`: also over ctime, which programs cannot set, so that a copy with its times differs.
-    """
+    """SHA-256 over path, size and mtime (and ctime if `is_strict`) of files that `counts`; for URLs over listings."""
     digest = hashlib.sha256()
     for folder in map(directory, folders):
         if folder.remote is not None:

@@ -219,10 +219,7 @@ _CACHESTAT = 451  # the number of cachestat(2) on every architecture, from Linux
 
 
 def _is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Whether at least half of these bytes are in the page cache; False if the kernel has no cachestat.
-
-    RWF_NOWAIT is no replacement: it makes the kernel read ahead.
-    """
+    """Whether at least half of these bytes are cached (without cachestat: False). RWF_NOWAIT would read ahead."""
     area, pages = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()  # cached, dirty, and other pages
     failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(area), ctypes.byref(pages), 0)
     return not failed and 2 * pages[0] * mmap.PAGESIZE >= length

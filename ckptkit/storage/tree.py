@@ -131,10 +131,7 @@ def overlaps(target: Path, source: Path) -> bool:
 
 
 def _losable(root: Path) -> Iterator[Identity]:
-    """Entries that a removal would lose: directories, files with one name, and targets of links.
-
-    A file with a second name (a hard link) is not lost when one is removed.
-    """
+    """Entries that a removal would lose: directories, files without other hard links, and targets of links."""
     for path, entry in walk_tree(root):
         if not stat.S_ISLNK(entry.st_mode):
             if stat.S_ISDIR(entry.st_mode) or entry.st_nlink == 1:

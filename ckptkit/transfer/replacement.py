@@ -156,10 +156,7 @@ def _weights_in(names: object) -> set[str]:
 
 
 def _sets_of_weights(names: Collection[str], layout: Collection[str], shards: Collection[str]) -> dict[str, str]:
-    """The set of each file of weights: that of an index, a manifest's layout, or its name without the number.
-
-    An index belongs only to its `shards`, even if they are missing.
-    """
+    """The set of each file of weights: that of an index, a manifest's layout, or its name without the number."""
     set_of = {name: _NUMBER.sub("#", name) for name in names if _WEIGHT.fullmatch(name)}
     set_of |= {name: MANIFEST for name in set_of if name in layout}
     set_of |= {name: INDEX for name in set_of if name in shards}
@@ -167,10 +164,7 @@ def _sets_of_weights(names: Collection[str], layout: Collection[str], shards: Co
 
 
 def _additional_sets(set_of: Mapping[str, str], listed: Mapping[str, Any], contents: Contents) -> list[str]:
-    """One file per set of weights if there are several, except those in a manifest with the same digests.
-
-    Passthrough tensors of a release in Megatron's format are a separate set.
-    """
+    """One file per set of weights if there are several unlisted ones; passthrough tensors are a separate set."""
     for is_carried in (False, True):
         some = {name: one for name, one in set_of.items() if name.startswith(_CARRIED) == is_carried}
         if len({*some.values()}) > 1:

@@ -88,10 +88,7 @@ def _check_paths(src: str | Path, dst: str | Path, options: Mapping[str, Any]) -
 
 
 def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme | None:
-    """The scheme, with defaults from the checkpoint at `reference`. Removes the options of all schemes from `options`.
-
-    Raises click.UsageError for options of another scheme.
-    """
+    """The scheme, with defaults from `reference`. Removes its options. Raises click.UsageError for those of others."""
     context = click.get_current_context()
     for other in options_of_others(name):
         if context.get_parameter_source(other) is ParameterSource.COMMANDLINE:

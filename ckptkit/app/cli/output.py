@@ -69,10 +69,7 @@ def guard_stdout() -> Iterator[None]:
 
 
 def end(counts: str, as_json: bool, after: Sequence[str] = ()) -> None:
-    """Prints the closing line of a verb on standard error: time, next command (`after`), and under `--json` `counts`.
-
-    Without a next command, the line appears only after a second.
-    """
+    """Prints the closing line on standard error: time, next command (`after`), and under `--json` the `counts`."""
     closing(counts if as_json else "done", shlex.join(["ckptkit", *after]) if after else None)
 
 

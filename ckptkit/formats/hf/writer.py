@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFiles:
-    """Shards with this `layout`, in `folder` of the root. A single file model.safetensors has no index.
-
-    Raises CkptkitError unless `layout` names exactly the tensors of `specs`, each once.
-    """
+    """Shards in `folder` of the root. Raises CkptkitError unless `layout` names each tensor of `specs` once."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], layout: Mapping[str, Sequence[str]], folder: str = "") -> None:
         self.specs = specs

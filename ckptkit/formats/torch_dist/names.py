@@ -73,10 +73,7 @@ def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
-    """Both names of a norm, Transformer Engine's first, or None for other tensors and for norms with one name.
-
-    `names`: of the model or checkpoint; they determine the kind of layer.
-    """
+    """Both names of a norm, Transformer Engine's first, or None for other tensors and for norms with one name."""
     if f"{_HYBRID_NORM}.weight" in names:
         found = _MIXER_NORM.fullmatch(name)
         return (f"{found[1]}mixer.in_proj.layer_norm_weight", f"{found[1]}norm.weight") if found else None
@@ -100,9 +97,7 @@ def norm_alias(name: str, names: Container[str]) -> str | None:
 
 
 def second_names(names: Iterable[str]) -> dict[str, str]:
-    """Other names of norms -> the given names, in order: the local spec's for Transformer Engine's, and in HybridModel
-    the fused name for a separate norm of a mixer.
-    """
+    """The local spec's name of norms, or HybridModel's fused one of a mixer's norm -> the given name, in order."""
     known = dict.fromkeys(names)
     pairs = ((alias, name) for name in known if (alias := norm_alias(name, known)))
     hybrid = f"{_HYBRID_NORM}.weight" in known
