@@ -105,7 +105,11 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts |= _draft_facts(checkpoint.config)
         if rope := _rope(checkpoint.config):
             facts["rope"] = rope
-        facts["quantization"] = _quantization(checkpoint)
+        facts["quantization"] = "the cache alone" if declared_quantization(checkpoint.config) else None
+        if is_quantized(checkpoint.config):
+            from ckptkit.quant.formats.dequantize import described
+
+            facts["quantization"] = described(checkpoint.config, checkpoint.specs)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
         facts["model"] = "GPTModel"
@@ -180,14 +184,6 @@ def _delta_facts(path: Path) -> dict[str, Any]:
         "encoding": ", ".join(sorted({str(one.metadata.get("delta_encoding")) for one in chain.deltas})),
         "versions": [f"{number}: {count} tensors changed" for number, count in changed.items()],
     }
-
-
-def _quantization(checkpoint: HfCheckpoint) -> str | None:
-    if not is_quantized(checkpoint.config):
-        return "the cache alone" if declared_quantization(checkpoint.config) else None
-    from ckptkit.quant.formats.dequantize import described
-
-    return described(checkpoint.config, checkpoint.specs)
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -273,11 +273,7 @@ def rows(*names: str, group: str = "") -> Callable[[Any], Any]:
 
 
 def run_options(
-    verb: Literal["convert", "quantize"],
-    src: str | Path,
-    dst: str | Path,
-    scheme: Scheme | None = None,
-    **options: Any,
+    verb: Literal["convert", "quantize"], src: str | Path, dst: str | Path, scheme: Scheme | None = None, **options: Any
 ) -> RunOptions:
     """Makes RunOptions from user input: any paths, sizes also as "5GB", readers as a list. Raises UsageError."""
     values = {name: _value(name, value) for name, value in options.items()}

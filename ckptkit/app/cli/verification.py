@@ -40,13 +40,13 @@ _verify_options = together(
     option(
         "--against-megatron",
         is_flag=True,
-        help="Load it into real Megatron, one process a rank, and compare every parameter.",
+        help="Load it into real Megatron, one process per rank, and compare every parameter.",
     ),
     *(
         option(
             f"--against-{one.name}",
             is_flag=True,
-            help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
+            help=f"Load it into the real {one.label} model class, one process per rank, and compare every parameter.",
         )
         for one in ENGINES
     ),
@@ -85,7 +85,7 @@ _verify_options = together(
     option(
         "--manifest",
         type=PATH,
-        help="A ckptkit.json stored elsewhere: every tensor and side file is compared with its digest.",
+        help="A ckptkit.json stored elsewhere: compares every tensor and side file with its digest.",
     ),
     common.parallel,
     option("--etp", type=PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
@@ -99,7 +99,7 @@ _verify_options = together(
         help="With --tp: SGLang has complete attention layers on every rank.",
     ),
     common.megatron_option(
-        "--vpp", default=1, show_default=True, type=PARALLEL, help="Virtual pipeline stages a rank."
+        "--vpp", default=1, show_default=True, type=PARALLEL, help="Virtual pipeline stages per rank."
     ),
     common.megatron,
     option(
