@@ -1,9 +1,8 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4 or FP8, and proves what Megatron and SGLang loaded.
 
-`open` gives any checkpoint as named tensors that are read lazily. `convert`, `quantize`, `inspect`, `make_manifest`,
-`lint`, `verify`, `preflight`, `diff` and `triage` return data and raise `CkptkitError`; the command line is a thin
-cover over them. `int4_scheme` makes the `QuantScheme` that `convert` and `quantize` take, or a `FloatScheme` is one;
-the other classes are what the functions return.
+`open` returns any checkpoint as named, lazily read tensors. `convert`, `quantize`, `inspect`, `make_manifest`, `lint`,
+`verify`, `preflight`, `diff` and `triage` return data and raise `CkptkitError`. `convert` and `quantize` take a scheme:
+the result of `int4_scheme`, or a `FloatScheme`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Lets vLLM say what its ranks hold: `vllm serve --worker-extension-cls ckptkit.hooks_vllm.WeightReader`.
+"""Reports the weights of vLLM's ranks: `vllm serve --worker-extension-cls ckptkit.hooks_vllm.WeightReader`.
 
-vLLM 0.32 and later say so by themselves over HTTP. Needs torch and nothing else of what ckptkit needs.
+vLLM 0.32 and later report them over HTTP without this. Of ckptkit's requirements, it only needs torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from ckptkit.verify.weight_sync.vllm import checksums_of, device_sum
 
 
 class WeightReader:
-    """Answers `collective_rpc` as vLLM 0.33's `compute_weight_checksums` and `/server_info`; also as a base class."""
+    """Answers `collective_rpc` like vLLM 0.33's `compute_weight_checksums` and `/server_info`; also as a base class."""
 
     vllm_config: Any
     model_runner: Any
 
     def ckptkit_setup(self) -> dict[str, Any]:
-        """The parts of the engine's config that decide how weights are kept."""
+        """The parts of the engine's config that determine the layout of weights."""
         parts = ("parallel_config", "model_config", "kernel_config")
         return {part: _plain(getattr(self.vllm_config, part, None)) for part in parts}
 
@@ -38,6 +38,6 @@ class WeightReader:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """The fields of a config that are words, numbers or flags; others as text."""
+    """The fields of a config: text, numbers and flags unchanged, other values as text."""
     fields = {name: value for name, value in vars(config or object).items() if not name.startswith("_")}
     return {name: one if isinstance(one, bool | int | str | None) else str(one) for name, one in fields.items()}

@@ -22,7 +22,7 @@ from ckptkit.converters.lora_settings import (
     ROUTERS,
     LoraSettings,
     PairName,
-    dropped,
+    corrected_name,
     idle_reason,
     pairs_in,
 )
@@ -188,7 +188,7 @@ class Adapter:
 
         transformers renames towers, and all modules of families without `Release`.
         """
-        towers = {part.strip(".").rpartition(".")[2] for part in self.family.carried}
+        towers = {part.strip(".").rpartition(".")[2] for part in self.family.passthrough}
         release = self.family.release
         if release is None or release.own_tree or not towers.isdisjoint(module.split(".")):
             self.unknown.append(module)
@@ -212,7 +212,7 @@ class Adapter:
     def _require_saved(self) -> None:
         """PEFT needs a tensor for each weight of the base that `modules_to_save` names."""
         stored = [*self.saved, *self.copies, *((tied_head(self.base.config) or ("",))[:1] if self.repeated else ())]
-        for one in self.settings.whole:
+        for one in self.settings.replaced_modules:
             module = re.compile(rf"(?:.+\.)?{re.escape(one)}\..+")
             missing = [name for name in self.base.specs if module.fullmatch(name) and name not in stored]
             if missing:
@@ -235,11 +235,12 @@ class Adapter:
                 continue
             module = name.removesuffix(".weight")
             is_linear = module != name and len(spec.shape) == 2 and not module.endswith(ROUTERS)
-            is_known = is_linear and ".experts." not in name and not (release.own_tree or self.family.carries(name))
+            is_text = not (release.own_tree or self.family.passes_through(name))
+            is_known = is_linear and is_text and ".experts." not in name
             if not is_known and _NUMBER.sub("#", name) not in kinds:
                 continue
             spellings = {module, release.own_name(module)} if name.startswith(release.root) else {module}
-            if all(self.settings.left_out(one) is None for one in spellings):
+            if all(self.settings.exclusion_reason(one) is None for one in spellings):
                 unpaired.append(name)
         return unpaired
 
@@ -264,7 +265,7 @@ class Adapter:
         if config_rank != rank:
             self._fault(a.name, f"rank {config_rank}, as in {ADAPTER_CONFIG}", f"rank {rank}")
         for spec in parts.values():
-            if (loaded := dropped(spec.name)) is not None:
+            if (loaded := corrected_name(spec.name)) is not None:
                 self._fault(spec.name, f"the name {loaded}, which PEFT loads", "another name, which PEFT drops")
         for fault in self.settings.faults(name, parts, targets.leaf):
             self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)

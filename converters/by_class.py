@@ -22,7 +22,7 @@ from typing import Any
 from ckptkit.converters.config.dims import ModelDims
 from ckptkit.converters.config.values import text_part
 from ckptkit.converters.family import FusedExperts, ModelFamily, Release
-from ckptkit.converters.hf_names import tail
+from ckptkit.converters.hf_names import name_in_layer
 from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import offline, start_python
@@ -201,7 +201,7 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         flat=True,
         linears_outside=lambda _: spelled,
         classes={one.kind: one.module_class for one in within if one.name.endswith(".weight") and not one.is_linear},
-        stacked=tuple(dict.fromkeys(tail(_module(name)) for name in three_axes if name.endswith(".weight"))),
+        stacked=tuple(dict.fromkeys(name_in_layer(_module(name)) for name in three_axes if name.endswith(".weight"))),
         routers=tuple(_module(one.name) for one in linears if one.kind == "Router"),
     )
     overrides = KNOWN.get(model_type, Known())
@@ -210,8 +210,8 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         (built.model_class,),
         lambda _: dims,
         lambda _: rules,
-        carried=towers,
-        fused=FusedExperts(always=any(one.is_fused and not one.is_linear for one in within)),
+        passthrough=towers,
+        fused=FusedExperts(is_required=any(one.is_fused and not one.is_linear for one in within)),
         release=replace(release, **overrides.release),
     )
     return replace(family, **overrides.family)

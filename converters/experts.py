@@ -34,7 +34,7 @@ def is_fused(names: Iterable[str]) -> bool:
 
 def only_fused(config: Mapping[str, Any]) -> bool:
     """Whether no engine supports separate experts of this family."""
-    return family_of(config).fused.always
+    return family_of(config).fused.is_required
 
 
 def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str) -> Plan:
@@ -43,7 +43,7 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
     Raises CkptkitError if fused saves of the family have different names than its release.
     """
     layout = family_of(config).fused
-    if layout.renamed:
+    if layout.renames_tensors:
         raise CkptkitError(
             f"{where} has fused experts, under transformers v5's names for {config['model_type']}",
             "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",

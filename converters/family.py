@@ -21,14 +21,14 @@ class FusedExperts:
     """The layout of tensors with all experts of a layer: `gate_up_proj`, `down_proj` and biases `*_proj_bias`.
 
     By default a weight is [experts, rows, columns], with gate rows above up rows. `transposed`: [experts, columns,
-    rows]. `interleaved`: gate and up rows alternate. `always`: no engine supports separate experts. `renamed`: a fused
-    save also renames other tensors of the release, and is rejected.
+    rows]. `interleaved`: gate and up rows alternate. `is_required`: no engine supports separate experts.
+    `renames_tensors`: a fused save also renames other tensors of the release, and is rejected.
     """
 
     transposed: bool = False
     interleaved: bool = False
-    always: bool = False
-    renamed: bool = False
+    is_required: bool = False
+    renames_tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Unwitnessed:
+class MegatronGap:
     """Why no released megatron-core computes a family's models.
 
     `reason`: the missing feature, as a clause. `names`: the stack that defines the Megatron names of the rules, or None
@@ -148,9 +148,9 @@ class ModelFamily:
     """The rules, with the names of megatron-core's modules."""
     dialects: Mapping[str, Rules] = field(default_factory=dict)
     """The rules of training stacks with different Megatron modules, by the stack's name."""
-    carried: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
     """Prefixes of tensors outside the language model (a vision tower), which are restored byte for byte."""
-    carried_ends: tuple[str, ...] = ()
+    passthrough_suffixes: tuple[str, ...] = ()
     """Suffixes of such tensors, for values that every engine computes although some releases store them."""
     fused: FusedExperts = FusedExperts()
     """The layout of fused experts."""
@@ -161,12 +161,12 @@ class ModelFamily:
     multimodal model."""
     release: Release | None = Release()
     """Names and quantization of releases, or None if INT4 is not supported."""
-    unwitnessed: Unwitnessed | None = None
+    unwitnessed: MegatronGap | None = None
     """Why no released megatron-core computes its models. Its test model is in `tests/families/unwitnessed.py`."""
 
-    def carries(self, name: str) -> bool:
+    def passes_through(self, name: str) -> bool:
         """Whether a tensor of the release is passed through unchanged."""
-        return name.startswith(self.carried) or name.endswith(self.carried_ends)
+        return name.startswith(self.passthrough) or name.endswith(self.passthrough_suffixes)
 
     def towers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Name prefixes of the towers (vision, audio, projector) that engines build in addition to the language model.
@@ -176,11 +176,11 @@ class ModelFamily:
         """
         if self.release is None or not self.release.nested or not self.class_of(config).endswith(_WITH_TOWERS):
             return ()
-        return self.beside(config)
+        return self.passthrough_prefixes(config)
 
-    def beside(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    def passthrough_prefixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Name prefixes of passthrough tensors; those of the audio tower only if the config has an `audio_config`."""
-        return tuple(one for one in self.carried if "audio" not in one or config.get("audio_config") is not None)
+        return tuple(one for one in self.passthrough if "audio" not in one or config.get("audio_config") is not None)
 
     def class_of(self, config: Mapping[str, Any]) -> str:
         """The class that engines build from a config: the first in `architectures`, or the family's first."""

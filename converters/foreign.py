@@ -61,7 +61,7 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
     )
 
 
-def refuse_stated(config: Mapping[str, Any], where: object) -> None:
+def refuse_declared_format(config: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError for formats that only config.json distinguishes from supported ones.
 
     These are an MLX mode without biases, formats of NVIDIA ModelOpt, and MXFP6 and INT8 of compressed-tensors.

@@ -35,7 +35,7 @@ def layer_of(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def tail(module: str) -> str:
+def name_in_layer(module: str) -> str:
     """A module's name within its layer, without its expert's number."""
     match = IN_LAYER.match(module)
     return _EXPERT_NUMBER.sub("#", match[3] if match else module)

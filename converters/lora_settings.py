@@ -105,8 +105,10 @@ class LoraSettings:
         self._targets = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
         self._parameters = frozenset(self._list("target_parameters"))
-        self.whole = tuple(self._list("modules_to_save"))
-        self._is_whole = [self._matcher("modules_to_save", rf"(^|.*\.){one}($|\..*)") for one in self.whole]
+        self.replaced_modules = tuple(self._list("modules_to_save"))
+        self._is_replaced = [
+            self._matcher("modules_to_save", rf"(^|.*\.){one}($|\..*)") for one in self.replaced_modules
+        ]
         self._layers = self._chosen_layers()
         self._in_layer = [_FIRST_NUMBER.match]
         if patterns := self._list("layers_pattern", allows_text=True):
@@ -195,7 +197,7 @@ class LoraSettings:
         except CkptkitError as error:
             raise self._damaged(error.message.removeprefix("config.json: ")) from error
 
-    def left_out(self, module: str, leaf: str = "") -> str | None:
+    def exclusion_reason(self, module: str, leaf: str = "") -> str | None:
         """Why PEFT adds no pair to a module and drops the stored one, or None if it adds one.
 
         `leaf`: the projection for a pair of all experts of a layer, or "" if unknown.
@@ -203,15 +205,15 @@ class LoraSettings:
         names, parameters = list(_names_of(module, leaf)), [f"{module}.weight"]
         if any(_is_named(name, self._parameters) for name in (*names, *parameters)):
             return None
-        reasons = [self._leaves_out(name) for name in names]
+        reasons = [self._exclusion(name) for name in names]
         return None if None in reasons else reasons[0]
 
     def faults(self, pair: PairName, parts: Collection[str], leaf: str = "") -> Iterator[Fault]:
         """Why PEFT would not load a stored pair. The caller adds the tensors' names.
 
-        `parts`: the stored ones of A, B and magnitude_vector. `leaf`: like in `left_out`.
+        `parts`: the stored ones of A, B and magnitude_vector. `leaf`: like in `exclusion_reason`.
         """
-        if (why := self.left_out(pair.module, leaf)) is not None:
+        if (why := self.exclusion_reason(pair.module, leaf)) is not None:
             yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
         if self.is_dora and "magnitude_vector" not in parts:
             yield Fault(
@@ -230,10 +232,10 @@ class LoraSettings:
         if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
             yield Fault("lora_embedding_A and lora_embedding_B, since this is an embedding", "lora_A, which PEFT drops")
 
-    def _leaves_out(self, name: str) -> str | None:
+    def _exclusion(self, name: str) -> str | None:
         if self._excluded and _chooses(self._excluded, name):
             return f"{self._shown('exclude_modules')} excludes the module"
-        if any(match(name) for match in self._is_whole):
+        if any(match(name) for match in self._is_replaced):
             return f"{self._shown('modules_to_save')} replaces the complete module"
         if self._targets is None or not _chooses(self._targets, name):
             key = "target_modules" if self._targets is not None or not self._parameters else "target_parameters"
@@ -250,7 +252,7 @@ class LoraSettings:
         return f"{key} {shortened(self._config.get(key))}"
 
 
-def dropped(name: str) -> str | None:
+def corrected_name(name: str) -> str | None:
     """The name that PEFT would load for a factor that it drops under this name, or None if it loads this name."""
     match = FACTOR.fullmatch(name)
     if match is None or _LOADED.fullmatch(name):

@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 def passthrough_names(source: Checkpoint) -> list[str]:
     """Names of the tensors that the family passes through."""
     family = family_of(source.config)
-    return [name for name in source.specs if family.carries(name)]
+    return [name for name in source.specs if family.passes_through(name)]
 
 
 def only_passthrough(source: Checkpoint) -> bool:
@@ -45,7 +45,7 @@ def passthrough_beside(
     `opened` opens an HF directory, which may be quantized.
     """
     family = family_of(source.config)
-    if not family.carried and not family.carried_ends:
+    if not family.passthrough and not family.passthrough_suffixes:
         return None
     folder = next((one for one in (directory(hf), Directory(root / FOLDER)) if has_weights(one.path)), None)
     return passthrough_of(opened(folder), str(folder)) if folder else None

@@ -15,7 +15,7 @@ from ckptkit.converters.ops.shapes import Shape
 from ckptkit.converters.passthrough import passthrough_names
 from ckptkit.converters.registry import family_of, named_family_of
 from ckptkit.converters.rules import ParamMapping
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED, torch_dtype
 from ckptkit.core.errors import CkptkitError
@@ -61,7 +61,7 @@ def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamM
     return (family.mappings if dims.pattern else family.dialects.get(dialect, family.mappings))(dims)
 
 
-def own_dialect(config: Mapping[str, Any]) -> str:
+def default_dialect(config: Mapping[str, Any]) -> str:
     """The default dialect of a model: GPTModel's names if GPTModel supports it."""
     return HYBRID if dims_of(config).pattern else MCORE
 
@@ -84,7 +84,7 @@ def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     return next(fitting, MCORE)
 
 
-def rules_in(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
+def rules_for_names(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
     """The rules of the model in the dialect of these Megatron names."""
     return list(rules_of(config, dialect_of(config, names)))
 
@@ -119,7 +119,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
     named_family_of(source.config)  # raises for a family without Megatron names
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
-    config = as_stored(source.config, source.specs)
+    config = adapt_config(source.config, source.specs)
     rules = list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
     passthrough = set(passthrough_names(source))
@@ -138,8 +138,8 @@ def to_hf(
     follows from the names. Padded vocabulary rows are removed. Raises errors like `to_megatron`.
     """
     refuse_adapters(source.specs, where)
-    config = as_stored(source.config, source.specs, release)
-    rules = rules_in(config, source.specs)
+    config = adapt_config(source.config, source.specs, release)
+    rules = rules_for_names(config, source.specs)
     require(where, [rule.megatron for rule in rules], source.specs)
     main = main_dtype(source.specs) or "bfloat16"
     steps = [_split_step(rule, source.specs[rule.megatron], dtype, main, release) for rule in rules]
@@ -224,10 +224,8 @@ def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
 def _check_padding(rule: Rule, parts: Sequence[Tensor]) -> None:
     op = rule.mapping.op
     if isinstance(op, ZeroPadded) and not op.is_padded(parts[0]):
-        raise CkptkitError(
-            f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0",
-            f"{rule.megatron} does not store them; compare the checkpoint with the release",
-        )
+        message = f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0"
+        raise CkptkitError(message, f"{rule.megatron} does not store them; compare the checkpoint with the release")
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:

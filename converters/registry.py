@@ -151,7 +151,5 @@ def _check_architectures(value: Any, family: ModelFamily, model_type: str) -> No
         ("another model", "compare config.json with the release"),
     )
     known = ", ".join(family.architectures)
-    raise UnsupportedError(
-        f"config.json: {names[0][:_MAX_NAME]} of model_type {model_type!r} is {what}, which is not supported",
-        f"{hint}; supported: {known}",
-    )
+    message = f"config.json: {names[0][:_MAX_NAME]} of model_type {model_type!r} is {what}, which is not supported"
+    raise UnsupportedError(message, f"{hint}; supported: {known}")

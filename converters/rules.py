@@ -84,11 +84,11 @@ class NamePrefix:
     def tensors(
         self, shapes: Mapping[str, Shape], *, fp32: bool = False, kind: str = "Linear"
     ) -> tuple[ParamMapping, ...]:
-        """One rule per tensor of a model without Megatron names, for `unnamed`."""
+        """One rule per tensor of a model without Megatron names, for `with_hf_names`."""
         return tuple(self.rule("", {name: shape}, fp32=fp32, kind=kind) for name, shape in shapes.items())
 
 
-def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
+def with_hf_names(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
     """Rules with HF names on both sides, for models without settled Megatron names.
 
     Multi-token prediction layers have the prefix `mtp.`, like Megatron's.

@@ -21,21 +21,21 @@ _OUTSIDE_LAYERS = ("embed_tokens.weight", "norm.weight")
 _MTP_NORM = ".enorm.weight"  # Megatron's name; HF's if a family has no Megatron names
 
 
-def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
+def adapt_config(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
     """The config that matches the stored tensors. `names` are HF's, or Megatron's with the HF names in `release`.
 
     Removes multi-token prediction layers if none of their tensors is stored: pruned or requantized releases omit them
-    but keep config.json. Adds unused tensors if any of them is stored. Otherwise like `as_spelled`. Raises CkptkitError
-    like `family_of` and `ModelFamily.read_dims`.
+    but keep config.json. Adds unused tensors if any of them is stored. Otherwise like `nest_text_config`. Raises
+    CkptkitError like `family_of` and `ModelFamily.read_dims`.
     """
-    config = with_unused(as_spelled(config, chain(names, release)), names)
+    config = with_unused(nest_text_config(config, chain(names, release)), names)
     if not lacks_mtp(config, names):
         return config
     none, text = dict.fromkeys(_MTP_COUNTS, 0), config.get("text_config")
     return {**config, "text_config": {**text, **none}} if isinstance(text, Mapping) else {**config, **none}
 
 
-def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+def nest_text_config(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """The multimodal model's config if a `…_text` config comes with its names; any other config is unchanged.
 
     Raises CkptkitError like `family_of`.
@@ -73,16 +73,16 @@ def _expected_names(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class OtherSpelling:
+class PrefixMismatch:
     """The config's class reads layers under `expected`, but they are stored under `found`, the prefix of another class.
 
-    `renamed`: transformers renames them while loading. `towers`: transformers' prefixes of a vision tower that the
-    release names differently.
+    `renamed_on_load`: transformers renames them while loading. `towers`: transformers' prefixes of a vision tower that
+    the release names differently.
     """
 
     expected: str
     found: str
-    renamed: bool
+    renamed_on_load: bool
     towers: tuple[str, ...] = ()
 
     def explains(self, name: str, stored: Collection[str], promised: Collection[str]) -> bool:
@@ -95,7 +95,7 @@ class OtherSpelling:
         return name.startswith(self.expected) and f"{self.found}{name.removeprefix(self.expected)}" in stored
 
 
-def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSpelling | None:
+def prefix_mismatch(config: Mapping[str, Any], names: Collection[str]) -> PrefixMismatch | None:
     """The mismatch between names and an unmodified config, or None.
 
     Raises CkptkitError like `family_of` and `ModelFamily.read_dims`.
@@ -108,7 +108,7 @@ def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSp
         if found != root and all(found + tensor in names for tensor in _OUTSIDE_LAYERS):
             renamed = found == NESTED_ROOT and config["model_type"] in family.language_models
             towers = (f"{_INNER}{tower}" for tower in family.towers(config) if found == NESTED_ROOT)
-            return OtherSpelling(root, found, renamed, tuple(towers))
+            return PrefixMismatch(root, found, renamed, tuple(towers))
     return None
 
 

@@ -33,7 +33,7 @@ BOUNDS = [
     (blob._MAX_READ, blob._MAX_DIRECTORY),
     (reader.MAX_METADATA, reader._MAX_NAMES, reader._MAX_COMPARED, specs.MAX_AXES, reader._MAX_BYTES),
     (detect._MAX_TRACKER, detect._MAX_DIGITS),
-    (side_files.MAX_BYTES_BESIDE,),
+    (side_files.MAX_SIDE_FILE_BYTES,),
 ]
 
 

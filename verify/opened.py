@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
-from ckptkit.converters.planner import dims_of, own_dialect, to_megatron
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.planner import default_dialect, dims_of, to_megatron
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import ByteRange, extents_of
 from ckptkit.core.plan import View
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import Location, locate, refuse_hf, refuse_url
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.hf.remote import open_directory
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.buffers import elements
 from ckptkit.storage.read import FileExtent, read_new
-from ckptkit.storage.url import place
+from ckptkit.storage.url import path_or_url
 from ckptkit.verify.evidence.folding import by_key, layer_of
 from ckptkit.verify.evidence.plain import as_release, open_plain, release_of
 
@@ -192,7 +192,7 @@ class OpenedCheckpoint(LazyTensors):
         """
         view = stored = self._stored
         if not self._location.is_megatron:
-            view = to_megatron(stored, self._where, dialect=own_dialect(stored.config))
+            view = to_megatron(stored, self._where, dialect=default_dialect(stored.config))
         return OpenedCheckpoint(self._location, stored, view, is_megatron=True)
 
     @cached_property
@@ -201,7 +201,7 @@ class OpenedCheckpoint(LazyTensors):
         if not self._is_megatron:
             root = None  # of an unknown family
             with suppress(CkptkitError):
-                root = dims_of(as_stored(self.config, self._specs)).root
+                root = dims_of(adapt_config(self.config, self._specs)).root
         pattern = re.compile(rf"{re.escape(root or '')}layers\.(\d+)(?:\.|$)")
         matches = ((name, pattern.match(name)) for name in self)
         numbers = ((layer_of(name) if root is None else match and int(match[1]), name) for name, match in matches)
@@ -228,7 +228,7 @@ def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:
     """
     if hf is not None:
         refuse_url(hf)
-    with opened(place(path)) as local:
+    with open_directory(path_or_url(path)) as local:
         location = locate(local)
         if location.is_hf:
             refuse_hf(hf, path)

@@ -26,7 +26,7 @@ from ckptkit.formats.detect import (
 from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
-from ckptkit.storage.fingerprint import unchanged
+from ckptkit.storage.fingerprint import require_unchanged
 from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
 from ckptkit.verify.core.report import Finding, Report, anchors, now
 from ckptkit.verify.core.run import checked_stages, run_checks
@@ -128,7 +128,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     """Runs the checks of a subject, which `subject_of` made from `path` and `source`. Raises as `verify`."""
     stage, others = stage_of(subject), {"launch", "deltas", *_SPECIAL_KINDS}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
-    with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
+    with require_unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, checks)
     outcome.accept(subject.options.accept)
     left_out = outcome.not_applicable_lines

@@ -1,1 +1,1 @@
-"""The command line, the Python API, jobs and the demo."""
+"""The command line, the Python API, and hooks of trainers."""

@@ -13,8 +13,8 @@ from ckptkit.converters.passthrough import FOLDER
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
-from ckptkit.storage.fingerprint import unchanged
-from ckptkit.transfer.manifest import check_new_manifest, described_files, digests_of, write_manifest
+from ckptkit.storage.fingerprint import require_unchanged
+from ckptkit.transfer.manifest import check_new_manifest, digests_of, side_file_digests, write_manifest
 
 if TYPE_CHECKING:
     from ckptkit.quant.schemes.registry import Scheme
@@ -25,21 +25,20 @@ __all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 def convert(src: str | Path, dst: str | Path, *, quantize: Scheme | None = None, **options: Any) -> ConversionResult:
     """Converts an HF directory to Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` to an HF directory.
 
-    With `dialect` a Megatron checkpoint becomes one with the names of that dialect.
-    `quantize`, only on the way back, writes quantized weights in the same pass. `options` mean what the fields of
-    `ckptkit.app.run_options.RunOptions` mean. Raises CkptkitError for anything wrong with the input; then
-    nothing is left.
+    With `dialect`, a Megatron checkpoint is converted to the names of that dialect. `quantize`: the scheme for weights
+    from Megatron, in the same pass. `options` are fields of `ckptkit.app.run_options.RunOptions`. Raises CkptkitError
+    for invalid input, and then leaves no output.
     """
     return run(run_options("convert", src, dst, quantize, **options))
 
 
 def quantize(src: str | Path, dst: str | Path, scheme: Scheme | None, **options: Any) -> ConversionResult:
-    """Quantizes an HF directory, one tensor an expert. `ckptkit.int4_scheme` makes a scheme of INT4 W4A16,
-    `ckptkit.FloatScheme` is one of FP8, MXFP4 and NVFP4; None: a quantized source is dequantized, and no more.
+    """Quantizes an HF directory that has one tensor per expert, or only dequantizes it if `scheme` is None.
 
-    A quantized source is dequantized first. What a source in the same scheme has packed is packed again, less what the
-    scheme ignores, and keeps its scales where they still give its weights and the scheme has the same groups.
-    `options` and errors are those of `convert`, less `hf`, `dtype`, `dialect` and `unwitnessed`.
+    `ckptkit.int4_scheme` makes a scheme for INT4 W4A16, `ckptkit.FloatScheme` is one for FP8, MXFP4 and NVFP4. A
+    quantized source is dequantized first. A source in the same scheme has its packed tensors packed again, except those
+    that the scheme ignores; scales are kept if they still produce the weights and the scheme has the same groups.
+    `options` and errors are those of `convert`, without `hf`, `dtype`, `dialect` and `unwitnessed`.
     """
     return run(run_options("quantize", src, dst, scheme, **options))
 
@@ -47,23 +46,18 @@ def quantize(src: str | Path, dst: str | Path, scheme: Scheme | None, **options:
 def make_manifest(
     path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
 ) -> Path:
-    """Writes the manifest of a checkpoint, HF or Megatron, to `output` or `ckptkit.json` at its root. Returns its path.
-
-    Raises CkptkitError where a file is there, which `verify` compares with, and where the checkpoint cannot be read.
-    """
+    """Writes a manifest to `output`, or to `ckptkit.json` at the root. Returns its path. Raises CkptkitError."""
     if hf:
         refuse_url(hf)
     location = locate(path)
     if location.is_hf:
         refuse_hf(hf, path)
     if location.is_deltas:
-        raise UsageError(
-            f"{path} holds deltas, which have checksums of their own", "convert them, and digest the result"
-        )
+        raise UsageError(f"{path} holds deltas, which include checksums", "convert them, and digest the result")
     target = Path(output) if output else location.root / MANIFEST
     check_new_manifest(target, path)
-    with unchanged([location.path]):
+    with require_unchanged([location.path]):
         tensors = digests_of(open_checkpoint(path, hf=hf), workers)
-        files = described_files(location, [location.root / FOLDER])
+        files = side_file_digests(location, [location.root / FOLDER])
     write_manifest(target, ["ckptkit", "manifest", str(path)], tensors, files, {})
     return target

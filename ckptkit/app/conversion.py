@@ -1,4 +1,4 @@
-"""Runs a conversion or a quantization: opens its sources, refuses what cannot be, plans, and writes."""
+"""Runs a conversion or a quantization: opens its sources, rejects invalid requests, plans, and writes."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ckptkit.formats.hf.remote import check_unchanged, opened
+from ckptkit.formats.hf.remote import check_unchanged, open_directory
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.quant.schemes.interface import SquaredError
 from ckptkit.quant.schemes.registry import DEFAULT
 from ckptkit.storage.digest import TensorDigest
-from ckptkit.storage.fingerprint import unchanged
+from ckptkit.storage.fingerprint import require_unchanged
 from ckptkit.storage.links import dangling_in, format_links
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published, new_directory
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import (
     FINGERPRINT,
-    described_files,
     file_digest,
     lineage_of,
     loaded_files,
     read_manifest,
+    side_file_digests,
     write_manifest,
 )
 from ckptkit.transfer.upload import check_upload, new_upload
@@ -56,7 +56,7 @@ class ConversionResult:
     """The output of a run, or with `dry_run` its plan. `layout` maps HF shard files to the tensors in them.
 
     `dequantized`: the quantization of the source; `forecast`: of a dry run; `notes`: remarks on the source; `packed`:
-    what was quantized; `was_whole`: the resumed run had written everything, so that nothing was written now.
+    a summary of the quantization; `was_whole`: the resumed run was already complete, so nothing was written now.
     """
 
     source: str
@@ -74,16 +74,16 @@ class ConversionResult:
 
 
 def run(options: RunOptions) -> ConversionResult:
-    """Does what the options ask for. Raises CkptkitError for anything wrong with the input; then nothing is left."""
+    """Runs a conversion or a quantization. Raises CkptkitError for invalid input, and then leaves no output."""
     with ExitStack() as stack:
-        sources = {source: stack.enter_context(opened(source)) for source in dict.fromkeys(options.sources)}
+        sources = {source: stack.enter_context(open_directory(source)) for source in dict.fromkeys(options.sources)}
         location = locate(sources[options.src])
         for source in sources.values():
             require_own_files(source.path)
-        is_whole = False
+        is_complete = False
         if options.resume and not options.dry_run and isinstance(options.dst, Path):
-            is_whole = finish_published(options.dst, options.identity(sources), _fault_of)
-        if not is_whole:
+            is_complete = finish_published(options.dst, options.identity(sources), _fault_of)
+        if not is_complete:
             _check_destination(options, sources, location)
         if (adapters := adapters_at(options, location, sources)) is not None:
             if not options.dry_run:
@@ -92,8 +92,8 @@ def run(options: RunOptions) -> ConversionResult:
         _check_direction(options, location)
         with phase("planning"):
             plan = make_plan(options, sources)
-        errors = {} if options.dry_run or is_whole else execute(options, plan, sources)
-        # No loader reads these links of the source that lead nowhere.
+        errors = {} if options.dry_run or is_complete else execute(options, plan, sources)
+        # Links to missing files that no loader reads.
         links = dangling_in(plan.side_files.path, plan.around_side_files)
         lost = [f"{format_links(links)}, in {plan.side_files.path}: not copied"] if links else []
         return replace(
@@ -102,20 +102,16 @@ def run(options: RunOptions) -> ConversionResult:
             dequantized=plan.dequantized,
             forecast=forecast(options, plan) if options.dry_run else None,
             notes=(*plan.notes, *lost),
-            packed=summary(plan, errors, _chosen_by(options)),
-            was_whole=is_whole,
+            # The reason for matrices that could be packed but are not.
+            packed=summary(
+                plan, errors, f"--preset {options.preset}" if options.preset else "--like" if options.like else "ignore"
+            ),
+            was_whole=is_complete,
         )
 
 
-def _chosen_by(options: RunOptions) -> str:
-    """The option that leaves out matrices that could be packed."""
-    if options.preset:
-        return f"--preset {options.preset}"
-    return "--like" if options.like else "ignore"
-
-
 def _fault_of(written: Path) -> str | None:
-    """What is not as the manifest in a directory says, or None. Side files are digested, and no weight is read."""
+    """A difference of a directory from its manifest, or None. Digests side files, but reads no weights."""
     try:
         promised = read_manifest(written / MANIFEST)
         for name, digest in promised.files.items():
@@ -134,7 +130,7 @@ def _fault_of(written: Path) -> str | None:
     ends: dict[Path, int] = {}
     for one in byte_ranges_of(checkpoint, list(found)):
         ends[one.path] = max(one.end, ends.get(one.path, 0))
-    if isinstance(checkpoint, TorchDistCheckpoint):  # whose files go on behind the last tensor's bytes
+    if isinstance(checkpoint, TorchDistCheckpoint):  # its files continue after the last tensor's bytes
         blobs = [chunk.blob for stored in checkpoint.metadata.tensors.values() for chunk in stored.chunks]
         for blob in (*blobs, *checkpoint.metadata.objects.values()):
             ends[blob.path] = max(blob.offset + blob.length, ends.get(blob.path, 0))
@@ -148,10 +144,10 @@ def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> C
 
 
 def _check_destination(options: RunOptions, sources: Sources, location: Location) -> None:
-    """Raises CkptkitError where nothing may be written, for one because what is read there would be lost."""
+    """Raises CkptkitError if the destination may not be written, for example because it contains a source."""
     if isinstance(options.dst, Path):
-        beside = [location.root / "hf", location.root / FOLDER] if location.is_megatron else []
-        read = [location.path, *beside, *(sources[path].path for path in options.sources[1:])]
+        folders = [location.root / "hf", location.root / FOLDER] if location.is_megatron else []
+        read = [location.path, *folders, *(sources[path].path for path in options.sources[1:])]
         check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
     else:
         check_upload(options.dst, options.overwrite, options.sources)
@@ -161,8 +157,8 @@ def _check_direction(options: RunOptions, location: Location) -> None:
     """Raises UsageError for options of the other direction."""
     if location.is_deltas:
         if options.verb == "quantize" or options.scheme or options.dialect or options.cast_to or options.merge:
-            message = f"{options.src} holds deltas, from which only the full HF checkpoint is made, as it is stored"
-            raise UsageError(message, "`ckptkit convert SRC DST --hf BASE` makes it; go on from DST")
+            message = f"{options.src} holds deltas, which are only converted to the full HF checkpoint, unchanged"
+            raise UsageError(message, "run `ckptkit convert SRC DST --hf BASE`, and continue from DST")
         return
     if location.is_megatron:
         if options.verb == "quantize":
@@ -172,32 +168,30 @@ def _check_direction(options: RunOptions, location: Location) -> None:
                 f"`ckptkit convert SRC DST --quantize {scheme}` exports and quantizes in one pass",
             )
         if options.dialect and options.scheme:
-            message = f"--dialect writes a Megatron checkpoint, which holds no {options.scheme.title} weights"
+            message = f"--dialect writes a Megatron checkpoint, which cannot have {options.scheme.title} weights"
             raise UsageError(message, "give --dialect or --quantize, not both")
         if options.dialect and is_url(options.dst):
             raise _no_megatron_at(options.dst)
     elif options.verb == "convert":
         if options.hf:
-            message = "--hf is for the way back, from Megatron to HF"
-            raise UsageError(message, "leave it out: the source brings its own config")
+            message = "--hf is only for conversion from Megatron to HF"
+            raise UsageError(message, "leave it out: the source has a config")
         if options.merge and options.dtype != "auto":
             raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "leave it out")
         if options.scheme and not options.merge:
-            message = f"{options.scheme.title} is not written into Megatron checkpoints"
-            raise UsageError(
-                message, f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`"
-            )
+            hint = f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`"
+            raise UsageError(f"{options.scheme.title} is not written into Megatron checkpoints", hint)
         if is_url(options.dst) and not options.merge:
             raise _no_megatron_at(options.dst)
 
 
 def _no_megatron_at(url: str) -> UsageError:
-    message = f"{url}: only HF directories are written to URLs, and no Megatron checkpoints"
+    message = f"{url}: only HF directories are written to URLs, not Megatron checkpoints"
     return UsageError(message, "write it to a disk, and copy it there")
 
 
 def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
-    """The adapters, under PEFT's names, of a Megatron checkpoint that has only these, or None. Raises UsageError."""
+    """The adapters under PEFT's names if a Megatron checkpoint has only these, or None. Raises UsageError."""
     if not location.is_megatron or location.legacy or (settings := peft_settings(location.path)) is None:
         return None
     source = TorchDistCheckpoint(location.path, hf=sources[options.hf] if options.hf else None)
@@ -208,7 +202,7 @@ def adapters_at(options: RunOptions, location: Location, sources: Sources) -> Vi
         not isinstance(options.dst, Path)
         or replace(own, overwrite=options.overwrite, dry_run=options.dry_run) != options
     ):
-        message = f"{options.src} holds LoRA adapters alone, which are written as PEFT has them to a local disk"
+        message = f"{options.src} holds only LoRA adapters, which are written in PEFT's format to a local disk"
         raise UsageError(message, "give --hf BASE and no other option; `--merge DST` merges them after that")
     return as_peft(source, settings, str(location.path))
 
@@ -224,10 +218,7 @@ def write_adapters(options: RunOptions, view: View) -> None:
 
 
 def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:
-    """Writes everything that is planned. Returns the error of each matrix that was packed, by its codes' name.
-
-    Raises CkptkitError. --resume continues with the files that an interrupted run has finished, except at a URL.
-    """
+    """Executes a plan. Returns the error of each packed matrix, by the name of its codes. Raises CkptkitError."""
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
     files = side_files(plan.side_files.path, plan.around_side_files)
     identity = options.identity(sources)
@@ -236,9 +227,9 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
         if isinstance(options.dst, str)
         else new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
     )
-    with destination as (partial, journal), unchanged(read):
+    with destination as (partial, journal), require_unchanged(read):
         journal.list_files([*plan.files(), *(f"{plan.side_folder}/{file}".lstrip("/") for file in files)])
-        lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
+        lineage = lineage_of(plan.source)  # first: an unreadable source would waste the work
         target = partial / plan.side_folder
         target.mkdir(exist_ok=True)
         copy_files(plan.side_files.path, files, target)
@@ -247,7 +238,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
             (partial / FOLDER).mkdir(exist_ok=True)
             (partial / FOLDER / "config.json").write_text(json.dumps(dict(output.view.config), indent=2) + "\n")
         if options.ray is None:
-            # An error in `prepare` comes again in `finish`.
+            # An error in `prepare` is raised again by `finish`.
             with ThreadPoolExecutor(1) as meanwhile:
                 for output in plan.outputs:
                     meanwhile.submit(output.files.prepare)
@@ -265,12 +256,12 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
 def _write_manifest(
     options: RunOptions, plan: ConversionPlan, source: Mapping[str, Any], partial: Path, journal: Journal
 ) -> None:
-    """Writes the manifest of what has been written, digests included, in the order of names."""
+    """Writes the manifest of the output, with digests in the order of names."""
     digests: dict[str, TensorDigest] = {}
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
     more = {"source": printable(plan.side_files.path.name), **source, "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
-    files = described_files(written, [partial / FOLDER])
+    files = side_file_digests(written, [partial / FOLDER])
     write_manifest(partial / MANIFEST, options.command(), tensors, files, more)

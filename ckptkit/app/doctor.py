@@ -1,4 +1,4 @@
-"""Says what is installed, what can be asked on this machine, and what to install for the rest. Imports none of it."""
+"""Lists installed packages, usable parts and missing requirements, from metadata: imports none of the packages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
 from ckptkit.verify.witnesses.registry import ENGINES
 
 SCHEMA = "ckptkit-doctor/1"
-_MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
-    "zlib-ng": "zlib_ng",
-    "megatron-core": "megatron.core",
-    "pyopenssl": "OpenSSL",
-}
-# What each part needs beyond ckptkit's own requirements, and what it is for.
+# Modules of distributions with a different name.
+_MODULE = {"pyyaml": "yaml", "megatron-core": "megatron.core", "pyopenssl": "OpenSSL"}
+# Requirements of each part in addition to ckptkit's own, and its purpose.
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "convert": (
         ("torch", "transformers", "compressed-tensors", "numba"),
@@ -39,15 +36,15 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
 }
 PARTS = tuple(_NEEDS)
-_PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment
-_BESIDE = ("torch", "transformers")  # whose versions say which environment that is
+_PYTHON_OF = {"engine": "sglang"}  # parts in the environment of a program with another name
+_SHOWN = ("torch", "transformers")  # packages that identify another environment by their versions
 _INSTALL = {one.name: one.install for one in ENGINES} | {"convert": INSTALL_CONVERT}
 _TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": releases_of("megatron")}
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution (`version` None: not installed; `broken`: without its module). `needed`: as pip is told."""
+    """A distribution: its version if installed, whether its module is missing, and pip's version specifier."""
 
     name: str
     version: str | None
@@ -57,21 +54,21 @@ class Package:
 
 @dataclass(frozen=True)
 class Part:
-    """Something to ask: `usable` on `devices`, or `missing` a package. `tested`: releases that the tests run."""
+    """An optional part of ckptkit: `usable` on `devices`, or `missing` a package. `tested`: releases in the tests."""
 
     name: str
     purpose: str
     usable: bool
     devices: str
     missing: str | None
-    python: str | None = None  # that of another environment, which has it or lacks it
+    python: str | None = None  # of a separate environment
     versions: Sequence[str] = ()  # in that environment
     tested: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What this installation and this machine have. `faults` are those of ckptkit's own installation."""
+    """The state of this installation and machine. `faults` are those of ckptkit's own installation."""
 
     version: str
     python: str
@@ -80,36 +77,37 @@ class Examination:
     parts: Sequence[Part]
     faults: Sequence[str]
 
-    def broken(self, asked: Iterable[str]) -> bool:
-        """Whether ckptkit's own installation, or a part that is asked for, cannot be used."""
-        wanted = set(asked)
-        return bool(self.faults) or any(part.name in wanted and not part.usable for part in self.parts)
+    def broken(self, names: Iterable[str]) -> bool:
+        """Whether ckptkit's own installation, or one of the named parts, cannot be used."""
+        required = set(names)
+        return bool(self.faults) or any(part.name in required and not part.usable for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON: `ckptkit-doctor/1`, which only ever gains keys."""
+        """JSON with the schema `ckptkit-doctor/1`, to which keys are only added."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def examine(pythons: Mapping[str, str] | None = None) -> Examination:
-    """Asks metadata of installed packages and nvidia-smi. Raises UsageError for one of `pythons` that does not run."""
+    """Reads metadata of installed packages, and runs nvidia-smi. Raises UsageError for an unusable one of `pythons`."""
     base = [replace(_package(name), needed=needed) for name, needed in _requirements().items()]
-    more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
     of_convert = _requirements("convert")
-    more = [replace(one, needed=of_convert.get(one.name, "")) for one in more]
+    optional = {
+        name: replace(_package(name), needed=of_convert.get(name, "")) for names, _ in _NEEDS.values() for name in names
+    }
     gpus = _gpus()
     faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
-    known = {one.name: one for one in more}
     parts = [
-        _elsewhere(name, names, purpose, gpus, interpreter)
+        _part_elsewhere(name, names, purpose, gpus, interpreter)
         if (interpreter := Interpreter(python_of(_PYTHON_OF.get(name, name), pythons or {}))).is_external
-        else _part(name, [known[one] for one in names], purpose, gpus)
+        else _part(name, [optional[one] for one in names], purpose, gpus)
         for name, (names, purpose) in _NEEDS.items()
     ]
-    return Examination(program_version(), platform.python_version(), gpus, [*base, *more], parts, faults)
+    packages = [*base, *optional.values()]
+    return Examination(program_version(), platform.python_version(), gpus, packages, parts, faults)
 
 
 def _requirements(extra: str | None = None) -> dict[str, str]:
-    """The names of what ckptkit itself, or an extra, requires, and the versions that it takes."""
+    """The version specifiers of the requirements of ckptkit or an extra, by package."""
     found = [re.match(r"[\w.-]+", text) for text in requirements(extra)]
     return {one[0].lower(): one.string[one.end() :].strip() for one in found if one}
 
@@ -119,10 +117,10 @@ def _package(name: str) -> Package:
         found = version(name)
     except PackageNotFoundError:
         return Package(name, None)
-    module = _MODULE.get(name, name)
+    module = _MODULE.get(name, name.replace("-", "_"))
     parent, _, child = module.partition(".")
     spec = find_spec(parent)
-    if spec is not None and child:  # of a package, which is not imported
+    if spec is not None and child:  # without importing the parent
         spec = PathFinder.find_spec(module, spec.submodule_search_locations)
     return Package(name, found, broken=spec is None)
 
@@ -132,9 +130,9 @@ def _usable(package: Package) -> bool:
 
 
 def _gpus() -> list[str]:
-    """The GPUs that NVIDIA's driver lists; none without it."""
+    """The GPUs that NVIDIA's driver lists, if it is installed."""
     program = shutil.which("nvidia-smi")
-    if program is None or not os.path.isabs(program):  # PATH may name the current directory, which may be a checkpoint
+    if program is None or not os.path.isabs(program):  # PATH may contain the current directory, maybe a checkpoint
         return []
     try:
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
@@ -143,9 +141,11 @@ def _gpus() -> list[str]:
     return [line.partition(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU ")]
 
 
-def _elsewhere(name: str, names: Sequence[str], purpose: str, gpus: Sequence[str], interpreter: Interpreter) -> Part:
-    """A part in an environment of its own."""
-    found = {one: interpreter.release(one) for one in (*names, *_BESIDE)}
+def _part_elsewhere(
+    name: str, names: Sequence[str], purpose: str, gpus: Sequence[str], interpreter: Interpreter
+) -> Part:
+    """A part in a separate environment."""
+    found = {one: interpreter.release(one) for one in (*names, *_SHOWN)}
     part = _part(name, [Package(one, found[one]) for one in names], purpose, gpus)
     versions = [f"{one} {release}" for one, release in found.items() if release is not None]
     return replace(part, python=interpreter.path, versions=versions)
@@ -161,17 +161,16 @@ def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[s
             for one in ENGINES
         },
     }.get(name, "")
-    tested = _TESTED.get(packages[0].name, ())
     needed = None
     if missing:
         needed = _INSTALL.get(name, f"pip install {' '.join(missing)}")
     elif name == "engine" and not gpus:
         needed = "an NVIDIA GPU and its driver"
-    return Part(name, purpose, needed is None, devices, needed, tested=tested)
+    return Part(name, purpose, needed is None, devices, needed, tested=_TESTED.get(packages[0].name, ()))
 
 
 def lines(found: Examination) -> list[str]:
-    """The examination in words."""
+    """Formats an examination."""
     text = [f"ckptkit {found.version}, Python {found.python}, {sys.platform}"]
     text += [f"  {gpu}" for gpu in found.gpus] or ["  no NVIDIA GPU"]
     text += ["packages"]

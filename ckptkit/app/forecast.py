@@ -20,18 +20,16 @@ from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
 
 START = 5.0  # seconds from a command's start to the first byte: imports
-_TORCH = 480 << 20  # resident bytes that importing torch takes, of 2.11
-_PIECE = 8 << 20
-_PIECES = 8
+_TORCH = 480 << 20  # resident bytes of importing torch 2.11
+_PIECE, _PIECES = 8 << 20, 8
 _MAX_S = 0.5
-_MATRIX = (512, 4096)  # that slow schemes are measured with: 4 MiB in bfloat16
+_MATRIX = (512, 4096)  # for measuring slow schemes: 4 MiB in bfloat16
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes: bytes read, bytes written in `files`, resident bytes at the peak, and seconds on this machine.
-
-    `memory` is that of the process, or with Ray of each worker. `seconds` is None for a `reason`.
+    """The cost of a run: bytes read, bytes written in `files`, peak resident `memory` of the process or of each worker
+    with Ray, and `seconds` on this machine, or the `reason` why they are unknown.
     """
 
     read: int
@@ -43,47 +41,44 @@ class Forecast:
 
 
 def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
-    """Forecasts a run. Measures the disk of the destination for about a second, and leaves nothing there."""
-    found = forecast_bytes(options, plan)
+    """Forecasts a run. Measures the disk of the destination with a temporary file, for about a second."""
+    cost = forecast_bytes(options, plan)
     if is_url(options.dst) or is_url(options.src):
-        return replace(found, reason="the network is not measured")
+        return replace(cost, reason="the network is not measured")
     if options.ray is not None:
-        return replace(found, reason="the cluster is not measured")
+        return replace(cost, reason="the cluster is not measured")
     directory = next(parent for parent in Path(options.dst).absolute().parents if parent.is_dir())
     try:
         read, write = disk_rates(directory)
     except OSError as error:
-        return replace(found, reason=f"{directory}: {error.strerror}")
-    seconds = found.read / read + found.written / write
+        return replace(cost, reason=f"{directory}: {error.strerror}")
+    seconds = cost.read / read + cost.written / write
     if options.scheme is not None and options.scheme.is_slow and options.device == "cpu":
         workers = min(options.workers or cores(), cores())
-        seconds = max(seconds, max(found.read, found.written) / (quantizing_rate(options.scheme) * workers))
-    return replace(found, seconds=START + seconds)
+        seconds = max(seconds, max(cost.read, cost.written) / (quantizing_rate(options.scheme) * workers))
+    return replace(cost, seconds=START + seconds)
 
 
 def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | None = None) -> Forecast:
-    """Bytes and memory of a run, from its plan. `process`: resident bytes after planning (None: of this one)."""
+    """Bytes and memory of a run, from its plan. `process`: resident bytes after planning, or None for this process."""
     read, step = 0, 0
     for output in plan.outputs:
         for names in output.view.groups:
-            of_group, held = read_and_held(output.view, names)
-            read, step = read + of_group, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
+            group_read, held = read_and_held(output.view, names)
+            read, step = read + group_read, max(step, min(held, STREAM) if may_stream(output.view, names) else held)
     files = [output.files.size(file) for file, output in plan.files().items()]
-    # What planning has taken, every worker will hold before it reads a tensor.
+    # Every worker also plans before it reads a tensor.
     if process is None:
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         process += 0 if "torch" in sys.modules else _TORCH
     workers = 1 if options.ray is not None else options.workers or threads(options.memory)
-    # One step more than there are threads is in flight, so that none waits; a single one may exceed the limit.
+    # One more step than threads is in flight, so that no thread waits; a single step may exceed the limit.
     memory = process + workers * STREAM + max(step, min(options.memory, (workers + 1) * step))
     return Forecast(read, sum(files), len(files), memory)
 
 
 def disk_rates(directory: Path) -> tuple[float, float]:
-    """Measures how many bytes a second the disk of this directory reads and writes, with a file of 64 MiB at most.
-
-    Reads past the page cache where the kernel allows it. Raises OSError when nothing can be written there.
-    """
+    """Measures bytes per second of reading and writing a directory's disk, with at most 64 MiB. Raises OSError."""
     piece = os.urandom(_PIECE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ckptkit-measure-") as file:
         descriptor = file.fileno()
@@ -100,8 +95,8 @@ def disk_rates(directory: Path) -> tuple[float, float]:
 
 
 def quantizing_rate(scheme: Scheme) -> float:
-    """Bytes a second of bfloat16 weights that one core quantizes."""
-    import torch  # only here: other forecasts are made without it
+    """Bytes of bfloat16 weights per second that one core quantizes."""
+    import torch  # not required for other forecasts
 
     quantize = scheme_module(scheme.name).quantize_sample
     weight = torch.linspace(-1, 1, _MATRIX[0] * _MATRIX[1]).to(torch.bfloat16).reshape(_MATRIX)
@@ -111,7 +106,7 @@ def quantizing_rate(scheme: Scheme) -> float:
 
 
 def _repeated(step: Callable[[], object], most: int) -> tuple[float, int]:
-    """Repeats a step at most so often and for half a second. Returns the seconds, and how often it was."""
+    """Repeats a step at most `most` times and for half a second. Returns the seconds and the number of repetitions."""
     began, count = time.perf_counter(), 0
     while count < most and (not count or time.perf_counter() - began < _MAX_S):
         step()
@@ -119,11 +114,11 @@ def _repeated(step: Callable[[], object], most: int) -> tuple[float, int]:
     return max(time.perf_counter() - began, 1e-9), count
 
 
-def lines(found: Forecast) -> list[str]:
-    """The forecast in words."""
-    total = f"reads {size(found.read)}, writes {size(found.written)}"
-    head = f"{total} in {found.files} file{'s' * (found.files > 1)}, needs {size(found.memory)} of memory"
-    if found.seconds is None:
-        return [head, f"no estimate of time: {found.reason}"]
-    minutes = found.seconds >= 600
-    return [head, f"takes about {found.seconds / 60:.0f} min" if minutes else f"takes about {found.seconds:.0f} s"]
+def lines(cost: Forecast) -> list[str]:
+    """Formats a forecast."""
+    total = f"reads {size(cost.read)}, writes {size(cost.written)}"
+    head = f"{total} in {cost.files} file{'s' * (cost.files > 1)}, needs {size(cost.memory)} of memory"
+    if cost.seconds is None:
+        return [head, f"no estimate of time: {cost.reason}"]
+    time = f"{cost.seconds / 60:.0f} min" if cost.seconds >= 600 else f"{cost.seconds:.0f} s"
+    return [head, f"takes about {time}"]

@@ -1,7 +1,7 @@
-"""`ckptkit gate`: runs any launcher, and lets `preflight` judge the trainer's own words before the trainer starts.
+"""`ckptkit gate`: runs any launcher, and lets `preflight` check the trainer's command before the trainer starts.
 
-A folder of stand-ins for `python`, `python3`, `torchrun` and `ray` comes first in PATH. So nothing of the launcher is
-read: it runs, and what it would start is judged with its words, its directory and its environment.
+The launcher is not parsed: a folder with replacements for `python`, `python3`, `torchrun` and `ray` is first in PATH,
+and they pass the words, directory and environment of the trainer to `preflight`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def gate(command: Sequence[str], options: Sequence[str] = ()) -> tuple[int, str | None]:
-    """Runs a command, to which signals are passed on; `options` are those of `preflight`.
+    """Runs a command, and forwards signals to it; `options` are those of `preflight`.
 
-    Returns the exit code, 1 if the launch was stopped, and a closing line. Raises CkptkitError if it cannot be started.
+    Returns the exit code (1 if the launch was stopped) and a remark. Raises CkptkitError if the command cannot start.
     """
     with TemporaryDirectory(prefix="ckptkit-gate-") as home:
         folder = Path(home)
@@ -45,7 +45,7 @@ def gate(command: Sequence[str], options: Sequence[str] = ()) -> tuple[int, str 
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
-    """The exit code of a command, as a shell gives it: 128 + N for one that a signal N ended."""
+    """Runs a command. Returns its exit code like a shell: 128 + N if signal N ended it."""
     try:
         process = subprocess.Popen(command, env=variables)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Functions for the hook points of slime and miles, which stop the job where they find a fault.
+"""Functions for the hook points of slime and miles, which stop the job if they find a fault.
 
 Signatures are those of slime 624b824 (`docs/en/get_started/customization.md`, sections 17 and 19) and miles 31f1ca9
-(`docs/user-guide/customization.md`, `backends/megatron_utils/actor.py`). What could not be looked at stops nothing; it
-is said on standard error.
+(`docs/user-guide/customization.md`, `backends/megatron_utils/actor.py`). Skipped checks do not stop the job; they are
+reported on standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.converters.planner import dims_of, rules_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import require_sound, single_delta
@@ -31,40 +31,38 @@ if TYPE_CHECKING:
 
 __all__ = ["after_init", "after_save", "after_weight_write", "before_log_prob", "before_train_step"]
 
-_ROUTER = ".router.weight"  # how Megatron's names of a router's matrix end
-_COMPARED = "ckptkit_compared"  # the argument that holds the prefixes compared so far, and _TRAINED after a step
+_ROUTER = ".router.weight"  # suffix of Megatron's names of router matrices
+_COMPARED = "ckptkit_compared"  # the argument with the prefixes compared so far, and _TRAINED after a training step
 _TRAINED = "trained"
 
 
 def after_init(args: Namespace) -> None:
     """`--custom-megatron-init-path`: the model arguments describe the model of --hf-checkpoint.
 
-    Every rank compares, so that all stop together. To train without multi-token prediction layers is sound. Raises
-    CkptkitError naming each argument; also where config.json cannot be read or the model is not supported.
+    Every rank checks them, so that all stop together. Training without multi-token prediction layers is allowed. Raises
+    CkptkitError naming each argument, also if config.json cannot be read or the model is not supported.
     """
     home = _hf_checkpoint(args)
-    wrong = [
-        (name, expected, actual)
+    lines = [
+        f"{name} is {actual}, but config.json has {expected}"
         for name, expected, actual in mismatches(dims_of(read_json(home / "config.json")), vars(args))
         if name != "mtp_num_layers" or getattr(args, name, None)
     ]
-    if wrong:
-        lines = [f"{name} is {actual}, and config.json says {expected}" for name, expected, actual in wrong]
-        what = f"{len(wrong)} model argument(s) do not describe the model of {home}"
+    if lines:
+        message = f"{len(lines)} model argument(s) do not describe the model of {home}"
         hint = f"`ckptkit inspect {home} --megatron-args` prints them: correct the launch, or name the right directory"
-        raise CkptkitError(what, hint, lines)
+        raise CkptkitError(message, hint, lines)
 
 
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
-    """`--custom-megatron-before-log-prob-hook-path`: what this rank computes with is finite, its routers are alive.
+    """`--custom-megatron-before-log-prob-hook-path`: this rank's parameters are finite, and its routers not constant.
 
-    The first time, before any training step, it is also compared with the checkpoint that it was loaded from
-    (`--load`, `--ref-load` or `--opd-teacher-load`): norms and routers whole, and of the rest as many parameters as
-    the variable CKPTKIT_COMPARED_PARAMETERS says (16, or `all`). Rank 0 says what was compared. Otherwise it takes one
-    pass over the parameters on their device, and one wait for it. Raises CkptkitError naming parameters.
+    The first call, before any training step, also compares them with the loaded checkpoint (`--load`, `--ref-load` or
+    `--opd-teacher-load`): all norms and routers, and CKPTKIT_COMPARED_PARAMETERS (16, or `all`) others. Rank 0 reports
+    the result. Later calls take one pass over the parameters on their device. Raises CkptkitError naming parameters.
     """
     _require_alive(model, f"before {store_prefix or 'actor '}log-probabilities")
-    seen = vars(args).setdefault(_COMPARED, [])  # the arguments live as long as the job
+    seen = vars(args).setdefault(_COMPARED, [])  # the arguments exist as long as the job
     if store_prefix not in seen and _TRAINED not in seen:
         seen.append(store_prefix)
         _compare_loaded(args, model, store_prefix)
@@ -92,12 +90,10 @@ def after_save(args: Namespace, rollout_id: int, checkpoint_dir: str, hf_checkpo
 
 
 def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
-    """`--custom-update-weight-post-write-path`: a disk update is whole, and no router in it is dead.
+    """`--custom-update-weight-post-write-path`: a disk update is complete, and no router in it is constant.
 
-    The trainers call it on every rank; rank 0 looks. Of a full update (slime) headers are checked against
-    --hf-checkpoint, and the routers are read. Of a delta it is index, headers, what it is based
-    on, and names against --hf-checkpoint; before the first one the directory is empty. Raises CkptkitError with the
-    findings.
+    Rank 0 checks a full update (slime) by headers, compared with --hf-checkpoint, and by its routers; a delta by index,
+    headers, base version and names. The directory is empty before the first delta. Raises CkptkitError with findings.
     """
     if job_rank() != 0:
         return
@@ -113,12 +109,12 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
 
 
 def _hf_checkpoint(args: Namespace) -> Path:
-    given = getattr(args, "hf_checkpoint", None)
-    if not given or not Path(given).is_dir():
+    path = getattr(args, "hf_checkpoint", None)
+    if not path or not Path(path).is_dir():
         hint = "give --hf-checkpoint a local directory with config.json, or leave ckptkit's hook out"
-        raise CkptkitError(f"--hf-checkpoint is {given!r}, which is not a directory here", hint)
-    require_own_files(given)
-    return Path(given)
+        raise CkptkitError(f"--hf-checkpoint is {path!r}, which is not a directory here", hint)
+    require_own_files(path)
+    return Path(path)
 
 
 def _require_sound(subject: Subject) -> None:
@@ -130,22 +126,22 @@ def _require_sound(subject: Subject) -> None:
 
 
 def raise_errors(where: str, outcome: Outcome) -> None:
-    """Raises CkptkitError with the findings that are errors, where there is one."""
+    """Raises CkptkitError with the findings that are errors, if any."""
     errors = [finding for finding in outcome.findings if finding.severity == "error"]
     if errors:
         lines = []
         for one in errors:
-            place = ", ".join(part for part in (one.tensor, one.file) if part) or where
+            place = ", ".join(filter(None, (one.tensor, one.file))) or where
             lines.append(f"{one.code} {place}: {one.actual} (expected {one.expected})")
-        hint = f"`ckptkit verify {where}` says more; {errors[0].hint}"
+        hint = f"run `ckptkit verify {where}` for details; {errors[0].hint}"
         raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, first_lines(lines))
 
 
 def _require_routers(checkpoint: HfCheckpoint) -> None:
-    """Raises CkptkitError where a router of the checkpoint is constant or not finite, which routes all tokens alike."""
+    """Raises CkptkitError if a router of the checkpoint is constant or not finite, which routes all tokens alike."""
     from ckptkit.verify.evidence.extremes import extremes
 
-    config = as_stored(checkpoint.config, checkpoint.specs)
+    config = adapt_config(checkpoint.config, checkpoint.specs)
     names = [name for rule in rules_of(config) if rule.megatron.endswith(_ROUTER) for name in rule.hf]
     found = {name: extremes(checkpoint.read([name])[name]) for name in names if name in checkpoint.specs}
     if dead := [name for name, one in found.items() if one.constant or not one.finite]:
@@ -154,7 +150,7 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
 
 
 def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
-    """Raises CkptkitError where the model is not what was loaded. What cannot be looked at stops nothing."""
+    """Raises CkptkitError if the model differs from the loaded checkpoint; only reports if it cannot be compared."""
     from ckptkit.verify.weight_sync.loaded import DiffersError, compare_loaded, locate_loaded, parameters_asked_for
 
     when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
@@ -181,7 +177,7 @@ def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:
 
 
 def _extremes(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yields the smallest and largest value of each floating parameter; one wait for the device, not one each."""
+    """Yields the smallest and largest value of each floating parameter, with one synchronization of the device."""
     import torch
 
     names, found = list[str](), list[torch.Tensor]()
@@ -198,11 +194,7 @@ _MODEL = "actor_rollout_ref.model.path"
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Preflight of verl's overrides, where they name a model. Raises CkptkitError with the findings that are errors.
-
-    Reports on standard error how it ended, and what it could not look at, such as a model that is not a local
-    directory.
-    """
+    """Preflight of verl's overrides, if they name a model. Raises CkptkitError with errors; reports the result."""
     settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     model = settings.get(_MODEL)
     if not model:

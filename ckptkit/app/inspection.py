@@ -1,4 +1,4 @@
-"""Says what lies at a path or URL, from headers; of an adapter also whether its factors are zeros."""
+"""Describes the checkpoint at a path or URL from headers, and for an adapter also whether its factors are zeros."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from ckptkit.converters.config.values import language_part
 from ckptkit.converters.draft import draft_of, is_draft
 from ckptkit.converters.lora_settings import idle_reason
-from ckptkit.converters.megatron.arguments import UNSAID, megatron_args, unsaid
+from ckptkit.converters.megatron.arguments import NO_ARGUMENT_KEY, inexpressible, megatron_args
 from ckptkit.converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.converters.megatron.run_config import stored_args
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.converters.planner import HYBRID, MCORE
 from ckptkit.converters.registry import named_family_of, unwitnessed
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
@@ -30,12 +30,12 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
-from ckptkit.formats.hf.remote import config_at, opened
-from ckptkit.formats.hf.side_files import is_quantized, stated_quantization
+from ckptkit.formats.hf.remote import config_at, open_directory
+from ckptkit.formats.hf.side_files import declared_quantization, is_quantized
 from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.storage.directory import Directory
-from ckptkit.storage.url import is_url, place
+from ckptkit.storage.url import is_url, path_or_url
 
 _DELTAS = "deltas (slime, miles, vime)"
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
@@ -50,43 +50,42 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
-    """Describes what lies at `path`: format, sizes, dtypes, dimensions, Megatron's arguments, folded tensor names."""
-    with _opened(path, hf) as (here, hf_here):
-        if is_adapter(here.path):
+    """Describes the checkpoint at `path`: format, sizes, dtypes, dimensions, arguments, folded tensor names."""
+    with _open_both(path, hf) as (local, local_hf):
+        if is_adapter(local.path):
             refuse_hf(hf, path)
-            return _adapter_facts(here)
-        location = locate(here)
+            return _adapter_facts(local)
+        location = locate(local)
         if location.is_hf:
             refuse_hf(hf, path)
-        if location.is_deltas:
-            return _delta_facts(location.path) | (
-                _facts(location, open_checkpoint(here, hf=hf_here)) if hf_here else {}
-            )
-        return _facts(location, open_checkpoint(here, hf=hf_here))
+        facts = _delta_facts(location.path) if location.is_deltas else {}
+        return facts if facts and not local_hf else facts | _facts(location, open_checkpoint(local, hf=local_hf))
 
 
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
-    """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
+    """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; config.json suffices.
 
-    Those of a Megatron checkpoint are for its class, GPTModel or HybridModel. MTP layers of the config without any
-    tensor are left out. `no_argument_for` lists what arguments cannot express. Raises CkptkitError for a model without
-    support.
+    For a Megatron checkpoint, they are those of its class, GPTModel or HybridModel. MTP layers without tensors are
+    left out. `no_argument_for` lists features without arguments. Raises CkptkitError for an unsupported model.
     """
-    if (config := config_at(place(path))) is not None:
+    if (config := config_at(path_or_url(path))) is not None:
         refuse_hf(hf, path)
         names = () if is_url(path) else stored_names(Path(path))
-        return _arguments(as_stored(config, names) if names else config)
-    with _opened(path, hf) as (here, hf_here):
-        checkpoint = open_checkpoint(here, hf=hf_here)
+        return _arguments(adapt_config(config, names) if names else config)
+    with _open_both(path, hf) as (local, local_hf):
+        checkpoint = open_checkpoint(local, hf=local_hf)
         hybrid = isinstance(checkpoint, TorchDistCheckpoint) and is_hybrid(checkpoint.specs)
-        return _arguments(as_stored(checkpoint.config, checkpoint.specs), HYBRID if hybrid else MCORE)
+        return _arguments(adapt_config(checkpoint.config, checkpoint.specs), HYBRID if hybrid else MCORE)
 
 
 @contextmanager
-def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory, Directory | None]]:
-    """A checkpoint and the HF directory named with it, each where it is read."""
+def _open_both(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory, Directory | None]]:
+    """The directories of a checkpoint and of its `--hf`."""
     with ExitStack() as stack:
-        yield stack.enter_context(opened(place(path))), stack.enter_context(opened(place(hf))) if hf else None
+        yield (
+            stack.enter_context(open_directory(path_or_url(path))),
+            stack.enter_context(open_directory(path_or_url(hf))) if hf else None,
+        )
 
 
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     text = language_part(checkpoint.config)
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     facts["architecture"] = f"{checkpoint.config.get('model_type')}" + (f", {layers} layers" if layers else "")
-    # Where a tensor is packed, its elements are not parameters.
+    # The elements of a packed tensor are not parameters.
     facts |= _sizes(specs, is_packed=isinstance(checkpoint, HfCheckpoint) and is_quantized(checkpoint.config))
     if isinstance(checkpoint, HfCheckpoint):
         if records := downloads_in(location.path):
@@ -106,11 +105,15 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts |= _draft_facts(checkpoint.config)
         if rope := _rope(checkpoint.config):
             facts["rope"] = rope
-        facts["quantization"] = _quantization(checkpoint)
+        facts["quantization"] = "the cache alone" if declared_quantization(checkpoint.config) else None
+        if is_quantized(checkpoint.config):
+            from ckptkit.quant.formats.dequantize import described
+
+            facts["quantization"] = described(checkpoint.config, checkpoint.specs)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
         facts["model"] = "GPTModel"
-        if is_hybrid(specs):  # with the stored layer pattern
+        if is_hybrid(specs):
             pattern = stored_pattern(stored_args(checkpoint.path, checkpoint.args)) or "not stored"
             shown = pattern if len(pattern) <= _LONGEST_PATTERN else shortened(pattern)
             facts["model"] = f"HybridModel, layer pattern {shown}"
@@ -135,7 +138,7 @@ def _sizes(specs: Mapping[str, TensorSpec], is_packed: bool = False) -> dict[str
 
 
 def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an EAGLE draft model: what it is, and the sizes of the target that it drafts for."""
+    """The kind of an EAGLE draft model, and the sizes of its target."""
     if not is_draft(config):
         return {}
     try:
@@ -150,15 +153,15 @@ def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adapter_facts(here: Directory) -> dict[str, Any]:
-    files = AdapterFiles(here.path)
+def _adapter_facts(directory: Directory) -> dict[str, Any]:
+    files = AdapterFiles(directory.path)
     shown = (
         *("base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("target_modules", "target_parameters", "modules_to_save"),
     )
     idle = idle_reason(files)
     return {
-        "path": str(here),
+        "path": str(directory),
         "format": f"PEFT adapter, {str(files.config.get('peft_type'))[:40]}",
         **({"changes": f"nothing: {idle}"} if idle is not None else {}),
         **_sizes(files.specs),
@@ -168,7 +171,7 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
 
 
 def _delta_facts(path: Path) -> dict[str, Any]:
-    """What a directory of deltas says of itself, with no base at hand."""
+    """The contents of a directory of deltas, without its base."""
     chain = chain_at(path)
     patches = patches_of(chain)
     changed = {one.number: sum(len(shard.sound().specs) for shard in one.shards) for one in chain.deltas}
@@ -183,16 +186,8 @@ def _delta_facts(path: Path) -> dict[str, Any]:
     }
 
 
-def _quantization(checkpoint: HfCheckpoint) -> str | None:
-    if not is_quantized(checkpoint.config):
-        return "the cache alone" if stated_quantization(checkpoint.config) else None
-    from ckptkit.quant.formats.dequantize import describe_format
-
-    return describe_format(checkpoint.config, checkpoint.specs)
-
-
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of the language model as config.json states them, under either spelling."""
+    """The rotary settings of the language model in config.json, under either spelling."""
     text = language_part(config)
     rope: dict[str, Any] = {}
     for key in _ROTARY:
@@ -206,14 +201,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
     if (message := unwitnessed(config)) is not None:
-        raise UnsupportedError(f"config.json: {message}", "so Megatron has no arguments for it")
+        raise UnsupportedError(f"config.json: {message}", "Megatron has no arguments for it")
     dims = named_family_of(config).read_dims(config)
-    lines = unsaid(dims)
+    lines = inexpressible(dims)
     if dialect == HYBRID or dims.pattern:
         lines = [*lines, "the class: Megatron-LM's pretrain_hybrid.py builds HybridModel, pretrain_gpt.py GPTModel"]
-    # Not of the model: without it experts are added up in an order that changes from run to run (CK719).
+    # Not part of the model: without it the order of adding up experts differs between runs (CK719).
     fused = {"moe_permute_fusion": True} if dims.experts else {}
-    return megatron_args(dims, dialect) | fused | ({UNSAID: lines} if lines else {})
+    return megatron_args(dims, dialect) | fused | ({NO_ARGUMENT_KEY: lines} if lines else {})
 
 
 def _format(location: Location) -> str:
@@ -225,16 +220,13 @@ def _format(location: Location) -> str:
 
 
 def _count(folded: str) -> int:
-    """Of how many tensors a folded name is: `{0..3,7}` stands for 5 numbers."""
-    total = 1
-    for numbers in re.findall(r"\{([\d.,]+)\}", folded):
-        ends = [part.split("..") for part in numbers.split(",")]
-        total *= sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
-    return total
+    """The number of tensors of a folded name: `{0..3,7}` means 5 numbers."""
+    lists = [[part.split("..") for part in found.split(",")] for found in re.findall(r"\{([\d.,]+)\}", folded)]
+    return math.prod(sum(int(end[-1]) - int(end[0]) + 1 for end in ends) for ends in lists)
 
 
 def _folded(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """A line for the tensors that differ in layer and expert numbers alone: names, `[shape]`, dtype and their count."""
+    """One line for tensors that differ only in layer and expert numbers: names, `[shape]`, dtype and their count."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, spec in specs.items():
         pattern = ".".join("" if part.isdecimal() else part for part in name.split("."))

@@ -1,6 +1,6 @@
-"""An option of a verb: how it is spelled, what it has an effect beside, and which options exclude each other.
+"""Options of verbs, the options that they depend on, and options that exclude each other.
 
-It imports nothing that a file of the user's may hide: whether one does is asked after this was imported.
+It imports no package that a user's file could shadow: the check for such files runs after this import.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import click
 
 @dataclass(frozen=True)
 class Needs:
-    """Parameters of click of which an option needs one `beside` it, in verbs that have one; else it has no effect."""
+    """An option has an effect only with `any_of` these click parameters, in verbs that have one."""
 
-    beside: tuple[str, ...]
+    any_of: tuple[str, ...]
     hint: str
 
 
 class Option(click.Option):
-    """An option of a verb, and what it has an effect beside."""
+    """An option of a verb; without one of those in `needs` it has no effect."""
 
     def __init__(self, *words: Any, needs: tuple[Needs, ...] = (), **row: Any) -> None:
         super().__init__(*words, **row)
@@ -44,11 +44,11 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-# Of these at most one is given: beside it the others would be left unread, or contradict it.
+# At most one of these may be given; together, one would have no effect or contradict the other.
 EXCLUDES = (
-    (("quiet", "verbose"), "one says less, the other more: give one of them"),
-    (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
+    (("quiet", "verbose"), "one prints less, the other more: give one of them"),
+    (("every", "as_json"), "--json already has every check and all details: leave --all out"),
     (("resume", "overwrite"), "--resume continues the earlier run, --overwrite replaces its output: give one of them"),
-    (("trained", "adapter"), "what an adapter adds is compared bit for bit: leave --trained out"),
+    (("trained", "adapter"), "the change by an adapter is compared bit for bit: leave --trained out"),
     (("like", "preset"), "both choose the packed weights: give one of them"),
 )

@@ -1,4 +1,4 @@
-"""Sums up a quantization: how many matrices were packed, how much smaller they are, and how far from their source."""
+"""Summarizes a quantization: the number of packed matrices, their size, and their error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.app.plan import ConversionPlan
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.plan import View
 from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec
@@ -22,7 +22,7 @@ _EXPERTS = ("experts", "shared_experts", "shared_expert")
 
 @dataclass(frozen=True)
 class PackedKind:
-    """Matrices of one kind of layer. The error as in `PackedWeights`."""
+    """Matrices of one kind of layer, with the error of `PackedWeights`."""
 
     matrices: int
     relative_error: float | None
@@ -30,14 +30,13 @@ class PackedKind:
 
 @dataclass(frozen=True)
 class PackedSummary:
-    """What was packed.
+    """A summary of packed matrices.
 
-    `before`, `after`: bytes of the packed matrices in the source's dtype, and as they are stored with their scales.
-    `checkpoint_before`, `checkpoint_after`: the same of all tensors.
-    `relative_error`: the Frobenius norm of what packing changed, as a share of that of the weights. None in a dry run,
-    and where weights of more than 1e19 have squares beyond float32.
-    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`). `unpacked`: how many other matrices there are, by reason
-    and by module (`self_attn`). `advice`: which options would lose less.
+    `before`, `after`: bytes of the packed matrices in the source's dtype, and stored with their scales.
+    `checkpoint_before`, `checkpoint_after`: the same for all tensors. `relative_error`: the Frobenius norm of the
+    error, relative to that of the weights; None in a dry run, or if weights above 1e19 have squares beyond float32.
+    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`). `unpacked`: counts of the other matrices by reason and
+    module (`self_attn`). `advice`: options with less error.
     """
 
     matrices: int
@@ -52,33 +51,36 @@ class PackedSummary:
 
 
 def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError], chosen_by: str) -> PackedSummary | None:
-    """Sums up what a plan packs, or None if nothing. `errors`: by the name of the tensor with the codes.
-
-    `chosen_by`: the option that leaves out what could be packed, as the reason for it.
-    """
+    """Summarizes packing, if any. `errors`: by name of codes. `chosen_by`: the option that excludes matrices."""
     if plan.packing is None or not isinstance(plan.view, View):
         return None
     source = plan.view.source.specs
     total = sum(spec.nbytes for spec in source.values())
     written = sum(spec.nbytes for spec in plan.view.specs.values())
     before = sum(source[name].nbytes for name in plan.packing.names)
-    found = SquaredError.total(errors.values()).relative if errors else None
-    kinds = _kinds(plan.packing, errors)
-    after, count, advice = before - total + written, len(plan.packing.names), plan.packing.advice
-    unpacked = _unpacked(plan.packing, source, plan.config, chosen_by)
-    return PackedSummary(count, before, after, total, written, found, kinds, unpacked, advice)
+    return PackedSummary(
+        len(plan.packing.names),
+        before,
+        before - total + written,
+        total,
+        written,
+        SquaredError.total(errors.values()).relative if errors else None,
+        _kinds(plan.packing, errors),
+        _unpacked(plan.packing, source, plan.config, chosen_by),
+        plan.packing.advice,
+    )
 
 
 def _unpacked(
     packing: Packing, source: Mapping[str, TensorSpec], config: Mapping[str, Any], chosen_by: str
 ) -> dict[str, dict[str, int]]:
-    stored = as_stored(config, source)
+    stored = adapt_config(config, source)
     counts = defaultdict[str, Counter[str]](Counter)
     for matrix in matrices_of(source, class_tree(stored), stored):
         if matrix.tensor not in packing.names:
             module = matrix.module.split(".")
             counts[matrix.reason or chosen_by][module[-2] if module[-1].endswith("_proj") else module[-1]] += 1
-    return {reason: dict(found) for reason, found in counts.items()}
+    return {reason: dict(modules) for reason, modules in counts.items()}
 
 
 def _kinds(packing: Packing, errors: Mapping[str, SquaredError]) -> dict[str, PackedKind]:
@@ -97,20 +99,20 @@ def _kind(name: str) -> str:
     return ".".join([*experts[-1:], module[-1]])
 
 
-def lines(found: PackedSummary) -> list[str]:
-    """The summary in words."""
-    ratio, whole = found.before / max(found.after, 1), found.checkpoint_before / max(found.checkpoint_after, 1)
-    packed = f"{found.matrices} matrices: {size(found.before)} as {size(found.after)}, {ratio:.2f} times smaller"
-    text = [f"packed {packed} (the checkpoint {whole:.2f} times)"]
+def lines(packed: PackedSummary) -> list[str]:
+    """Formats a summary."""
+    ratio, total = packed.before / max(packed.after, 1), packed.checkpoint_before / max(packed.checkpoint_after, 1)
+    sizes = f"{packed.matrices} matrices: {size(packed.before)} as {size(packed.after)}, {ratio:.2f} times smaller"
+    text = [f"packed {sizes} (the checkpoint {total:.2f} times)"]
     kept = [
         f"{', '.join(f'{module} ({count})' for module, count in modules.items())}: {reason}"
-        for reason, modules in found.unpacked.items()
+        for reason, modules in packed.unpacked.items()
     ]
     text += [f"not packed: {'; '.join(kept)}"] if kept else []
-    if found.relative_error is not None:
-        each = [f"{kind} {_percent(one.relative_error)}" for kind, one in found.kinds.items()]
-        text.append(f"relative error {_percent(found.relative_error)}: {', '.join(each)}")
-    return [*text, found.advice] if found.advice else text
+    if packed.relative_error is not None:
+        each = [f"{kind} {_percent(one.relative_error)}" for kind, one in packed.kinds.items()]
+        text.append(f"relative error {_percent(packed.relative_error)}: {', '.join(each)}")
+    return [*text, packed.advice] if packed.advice else text
 
 
 def _percent(share: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Plans a conversion or a quantization from headers alone: what is written, into which files, and from what."""
+"""Plans a conversion or a quantization from headers: the tensors and files to write, and their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.converters.megatron.hybrid_model import refuse_hybrid_only
 from ckptkit.converters.megatron.rank_cuts import rank_cuts
 from ckptkit.converters.open import open_megatron
 from ckptkit.converters.passthrough import FOLDER, lost_towers, passthrough_of, require_towers
-from ckptkit.converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
+from ckptkit.converters.planner import HYBRID, MCORE, default_dialect, dims_of, to_megatron
 from ckptkit.converters.registry import check_unwitnessed
 from ckptkit.converters.stored import remarks, require_mtp
 from ckptkit.core.allocator import gc_paused
@@ -44,7 +44,7 @@ Layout = Mapping[str, list[str]]
 
 @dataclass(frozen=True)
 class Output:
-    """Tensors, and the files that they go into."""
+    """Tensors, and the files that contain them."""
 
     view: Checkpoint
     files: Files
@@ -52,12 +52,11 @@ class Output:
 
 @dataclass(frozen=True)
 class ConversionPlan(OfKind):
-    """Everything that a run will write: `outputs`, the first with the model, the second with what passes through.
+    """The output of a run: `outputs`, the first with the model, the second with passthrough tensors.
 
-    `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
-    how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
-    in words. `notes`: what the user should know of the source and, where it is quantized, before it is served.
-    `packing`: what is quantized, if anything.
+    `side_files`: the HF directory with the config, tokenizer and code for `side_folder` of the destination. `layout`:
+    HF files and their tensors, now or after conversion back. `dequantized`: the format of a quantized source. `notes`:
+    remarks for the user on the source, and on serving a quantized result. `packing`: the quantization, if any.
     """
 
     kind: Kind
@@ -72,38 +71,38 @@ class ConversionPlan(OfKind):
 
     @property
     def view(self) -> Checkpoint:
-        """The model as it is written."""
+        """The model in the output."""
         return self.outputs[0].view
 
     @property
     def side_folder(self) -> str:
-        """Where side files go, below the destination."""
+        """The folder for side files, relative to the destination."""
         return "hf" if self.is_megatron else ""
 
     @property
     def around_side_files(self) -> Path | None:
-        """The checkpoint that the side files are part of, or None if they are one by themselves."""
+        """The checkpoint that contains the side files, or None if they are separate."""
         root = self.source.root
         return root if self.side_files.path.is_relative_to(root) else None
 
     def files(self) -> dict[str, Output]:
-        """Every file to write, in order, and the output that it belongs to."""
+        """Every file to write, in order, with its output."""
         return {file: output for output in self.outputs for file in output.files.names}
 
 
 @gc_paused()
 def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
-    """Plans a run from headers. `sources`: where each is read (None: at its own path). Raises CkptkitError."""
-    here = options.local_sources() if sources is None else sources
-    location = locate(here[options.src])
-    if location.is_deltas:  # the newest version that they lead to, in the files of their base
-        chain, given = chain_at(location.path), here[options.hf] if options.hf else None
-        view, base = open_deltas(location.path, given), base_of(chain, given)
+    """Plans a run from headers. `sources`: directories of sources, or None for their own paths. Raises CkptkitError."""
+    local = options.local_sources() if sources is None else sources
+    location = locate(local[options.src])
+    if location.is_deltas:  # the result is the newest version, in files like those of the base
+        chain, hf = chain_at(location.path), local[options.hf] if options.hf else None
+        view, base = open_deltas(location.path, hf), base_of(chain, hf)
         layout = _cut(view, options) if options.max_shard_size else base.layout
         newest = replace(location, path=chain.versions[chain.target].path)
-        return _hf_plan(view, layout, base.directory, newest, options, here)
+        return _hf_plan(view, layout, base.directory, newest, options, local)
     if options.verb == "quantize" or (options.merge and location.is_hf):
-        return _hf_to_hf(location, options, here)
+        return _hf_to_hf(location, options, local)
     if location.is_hf:
         source = plain(location.directory)
         _require_tensors(source, location)
@@ -114,24 +113,24 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
             dequantized=_original_format(source),
             notes=_notes(source),
         )
-    plan = _to_hf(location, options, here)
+    plan = _to_hf(location, options, local)
     if options.dialect is None:
         return plan
-    # Through HF, which every dialect is a view of.
+    # Through HF names, which have a mapping to every dialect.
     other = _to_megatron(location, options, plan.view)
     return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
 
 
 def _require_tensors(source: Checkpoint, location: Location) -> None:
-    """Raises DamagedError for a checkpoint without tensors: nothing would be written."""
+    """Raises DamagedError for a checkpoint without tensors."""
     if not source.specs:
         raise DamagedError(f"{location.directory} has no tensors", "copy or download its weights again")
 
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
-    """What Megatron's files hold of an HF checkpoint."""
+    """The plan for the Megatron files of an HF checkpoint."""
     check_unwitnessed(source.config, options.unwitnessed)
-    dialect = options.dialect or own_dialect(source.config)
+    dialect = options.dialect or default_dialect(source.config)
     if dialect != HYBRID:
         refuse_hybrid_only(dims_of(source.config))
     view = to_megatron(source, str(location.directory), options.cast_to, dialect)
@@ -142,20 +141,20 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
-    # In the order in which it is written, which is also the order in which the way back will read it.
+    # In writing order, which is also the reading order of a conversion back.
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
-    # slime and miles build Transformer Engine's layers; their exporters stop at the names that only others ask for.
+    # slime and miles build Transformer Engine's layers; their exporters fail on the names of other layer specs.
     file_bytes = options.max_shard_size or part_bytes(sum(spec.nbytes for spec in specs.values()))
     files = TorchDistFiles(specs, args, file_bytes, cuts, second_names=dialect == MCORE)
     outputs = [Output(view, files)]
-    if (untouched := passthrough_of(source, str(location.directory))) is not None:
-        outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
+    if (passed := passthrough_of(source, str(location.directory))) is not None:
+        outputs.append(Output(passed, SafetensorsFiles(passed.specs, _cut(passed, options), FOLDER)))
     return ConversionPlan("megatron", location, tuple(outputs), location.directory, {}, source.config)
 
 
-def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
-    source = open_megatron(location, here[options.hf] if options.hf else None)
+def _to_hf(location: Location, options: RunOptions, local: Sources) -> ConversionPlan:
+    source = open_megatron(location, local[options.hf] if options.hf else None)
     _require_tensors(source, location)
     check_unwitnessed(source.config, options.unwitnessed)
     reference = reference_of(source)
@@ -169,29 +168,29 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     view = as_release(source, location.root, release, fused=fused and not packs, dtype=options.cast_to)
     require_towers(source.config, view.specs, str(location.path))
     before, view = view, _merged(view, options)
-    parted = view.specs.keys() != before.specs.keys()  # from the embedding, by the adapter
-    if layout is None or options.max_shard_size or (fused and packs) or parted:
+    is_untied = view.specs.keys() != before.specs.keys()  # the adapter adds an output layer
+    if layout is None or options.max_shard_size or (fused and packs) or is_untied:
         layout = _cut(view, options)
-    plan = _hf_plan(view, layout, source.hf, location, options, here)
+    plan = _hf_plan(view, layout, source.hf, location, options, local)
     state = training_state(source.metadata, {}) if isinstance(source, TorchDistCheckpoint) else {}
     return replace(plan, notes=(*remarks(source.config, source.specs), *calibration_note(state), *plan.notes))
 
 
 def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
-    """An HF checkpoint with the adapter that is to be merged, if one is."""
+    """An HF checkpoint, with the adapter of `--merge` if given."""
     if options.merge is None:
         return view
     return Adapter(AdapterFiles(Path(options.merge)), view, options.merge).merged()
 
 
-def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
+def _hf_to_hf(location: Location, options: RunOptions, local: Sources) -> ConversionPlan:
     source = plain(location.directory)
     _require_tensors(source, location)
     view = _merged(source, options)
-    parted = view.specs.keys() != source.specs.keys()  # an output layer from the embedding, by the adapter
-    layout = _cut(view, options) if options.max_shard_size or parted else _layout(source, options)
+    is_untied = view.specs.keys() != source.specs.keys()  # the adapter adds an output layer
+    layout = _cut(view, options) if options.max_shard_size or is_untied else _layout(source, options)
     if options.scheme is None and view is source and isinstance(source, HfCheckpoint):
-        raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it as it is")
+        raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it unchanged")
     fused = is_fused(view.specs)
     if options.scheme is not None and (fused or only_fused(source.config)):
         _require_separate_experts(source.config, options.scheme)
@@ -199,21 +198,19 @@ def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> Convers
         view = View(view, unfuse(view.specs, source.config, options.src))
         layout = _cut(view, options)
     stored = source.source if isinstance(source, View) and options.merge is None else None
-    plan = _hf_plan(view, layout, location.directory, location, options, here, stored)
+    plan = _hf_plan(view, layout, location.directory, location, options, local, stored)
     return replace(plan, dequantized=_original_format(source), notes=(*_notes(source), *plan.notes))
 
 
 def _notes(source: Checkpoint) -> tuple[str, ...]:
-    """What a user should know of an HF checkpoint that keeps no run from going on."""
+    """Remarks for the user on an HF checkpoint."""
     lost = lost_towers(source.config, source.specs)
-    message = (
-        f"the source lacks {summarize(lost)}, which its class has: engines leave it random, and no way back finds it"
-    )
+    message = f"the source lacks {summarize(lost)} of its class: engines use random values, and no conversion adds it"
     return (*remarks(source.config, source.specs), *([message] if lost else []))
 
 
 def _require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
-    from ckptkit.quant.planner import require_separate_experts  # here because few runs need it
+    from ckptkit.quant.planner import require_separate_experts  # few runs need it
 
     require_separate_experts(config, scheme)
 
@@ -224,7 +221,7 @@ def _hf_plan(
     side_files: Directory,
     location: Location,
     options: RunOptions,
-    here: Sources,
+    local: Sources,
     stored: Checkpoint | None = None,
 ) -> ConversionPlan:
     layout = layout_for(view, layout)
@@ -233,7 +230,7 @@ def _hf_plan(
         from ckptkit.quant.planner import quantized, quantized_layout
         from ckptkit.quant.schemes.interface import Request
 
-        like = HfCheckpoint(here[options.like]) if options.like else None
+        like = HfCheckpoint(local[options.like]) if options.like else None
         request = Request(str(side_files), like, stored, options.preset, options.readers, options.tp, options.device)
         view, packing = quantized(view, options.scheme, request)
         layout = quantized_layout(layout, view)
@@ -243,7 +240,7 @@ def _hf_plan(
 
 
 def _original_format(source: Checkpoint) -> str | None:
-    """The format, in words, of a quantized release that was dequantized, or None."""
+    """The format of a dequantized release, for people, or None."""
     if not isinstance(source, View):
         return None
     from ckptkit.quant.formats.dequantize import format_of
@@ -252,7 +249,7 @@ def _original_format(source: Checkpoint) -> str | None:
 
 
 def _layout(source: HfCheckpoint | View, options: RunOptions) -> Layout:
-    """How the source's weights are cut into files; anew where they are dequantized and so larger."""
+    """The layout of the source, or a new one if it is dequantized and so larger."""
     return source.layout if isinstance(source, HfCheckpoint) else _cut(source, options)
 
 

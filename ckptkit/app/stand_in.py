@@ -1,7 +1,7 @@
-"""Stands in for `python`, `torchrun` or `ray` under `ckptkit gate`: has a trainer's words judged before it starts.
+"""Replaces `python`, `torchrun` or `ray` under `ckptkit gate`, and runs `preflight` before a trainer starts.
 
-As a program, `stand_in.py FOLDER NAME WORDS...`. FOLDER is that of `ckptkit.app.gate`; everything but the first start
-of a trainer goes on to the real program at once.
+Usage: `stand_in.py FOLDER NAME WORDS...`, with the FOLDER of `ckptkit.app.gate`. It executes the real program at once,
+except for the first start of a trainer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parents[2]  # the directory that ckptkit is in
+HOME = Path(__file__).resolve().parents[2]  # the directory that contains ckptkit
 
 
 def main() -> None:
-    """Judges the words where they start a trainer, and becomes the program of that name."""
+    """Checks the words if they start a trainer, and executes the program of that name."""
     folder, name, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     parts = os.environ.get("PATH", os.defpath).split(os.pathsep)
     path = os.pathsep.join(part for part in parts if Path(part) != folder / "bin")
@@ -27,7 +27,7 @@ def main() -> None:
         print(f"{name}: command not found", file=sys.stderr)
         sys.exit(127)
     if not (folder / "judged").exists() and _starts_trainer(name, words):
-        # A trainer that is started meanwhile waits for the verdict too.
+        # Other trainers that start now also wait for the verdict.
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "judged").exists():
@@ -39,8 +39,8 @@ def main() -> None:
         sys.exit(1)
     if (folder / "judged").exists():
         os.environ["PATH"] = path
-    # By its path: by a bare name Python would find this stand-in in PATH, and not the packages of its environment.
-    os.execv(program, [program, *words])  # noqa: S606 - the words as they were given
+    # By path: with only a name, Python would find this script in PATH instead of its environment's packages.
+    os.execv(program, [program, *words])  # noqa: S606 - the words are unchanged
 
 
 def _starts_trainer(name: str, words: list[str]) -> bool:
@@ -51,7 +51,7 @@ def _starts_trainer(name: str, words: list[str]) -> bool:
 
 
 def _is_stopped(folder: Path, name: str, words: list[str], path: str) -> bool:
-    """Prints what `preflight` says of the command to stderr; whether that ends the launch."""
+    """Prints the report of `preflight` on the command to stderr. Returns whether it stops the launch."""
     options, verdict = (folder / "options").read_text().split("\0")[:-1], folder / "verdict.json"
     code = f"import sys; sys.path.insert(0, {str(HOME)!r}); from ckptkit.app.cli import main; sys.exit(main())"
     done = subprocess.run(
@@ -64,7 +64,7 @@ def _is_stopped(folder: Path, name: str, words: list[str], path: str) -> bool:
     )
     if "--strict" in options:
         return done.returncode != 0
-    # Without a report preflight could not judge: what it said of that is no verdict on the launch.
+    # Without a report, preflight itself failed, which is not a verdict on the launch.
     return verdict.exists() and json.loads(verdict.read_text())["status"] == "failed"
 
 

@@ -1,4 +1,4 @@
-"""Writes files of a plan: in one process, or on a Ray cluster whose nodes share a file system (docs/convert.md)."""
+"""Writes files of a plan: in one process, or on a Ray cluster with a shared file system (docs/convert.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import note, progress, size
 from ckptkit.formats.files import Digests
 from ckptkit.storage.fingerprint import fingerprint
-from ckptkit.storage.url import absolute, place
+from ckptkit.storage.url import absolute, path_or_url
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
@@ -25,41 +25,41 @@ from ckptkit.transfer.ray import check_gpus, cpus, outcomes, pieces_of, ray_clus
 
 
 def write_files(
-    plan: ConversionPlan, partial: Path, journal: Journal, wanted: Collection[str], workers: int | None, memory: int
+    plan: ConversionPlan, partial: Path, journal: Journal, files: Collection[str], workers: int | None, memory: int
 ) -> None:
-    """Writes those of these files that are not finished yet, and records each with the errors of its matrices."""
+    """Writes the unfinished ones of these files, and records each with the errors of its matrices."""
     errors = plan.packing.errors if plan.packing else {}
 
     def record(file: str, digests: Digests) -> None:
         journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
 
-    left = [[one for one in output.files.names if one in wanted] for output in plan.outputs]
+    left = [[one for one in output.files.names if one in files] for output in plan.outputs]
     if journal.count():
         left = _unfinished(plan, journal, left)
-    for output, files in zip(plan.outputs, left, strict=True):
-        if files:
-            names = {name for file in files for name in output.files.names[file]}
-            writer = FilesWriter(partial, output.files, files, record, journal.check_goes_on)
+    for output, unfinished in zip(plan.outputs, left, strict=True):
+        if unfinished:
+            names = {name for file in unfinished for name in output.files.names[file]}
+            writer = FilesWriter(partial, output.files, unfinished, record, journal.check_goes_on)
             copy(output.view, writer, "writing", workers, only=names, memory=memory)
 
 
-def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The files of each output that are to be written still. Says how much is kept of the run before."""
+def _unfinished(plan: ConversionPlan, journal: Journal, requested: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The files of each output that are not finished. Logs the size of the finished ones."""
     kept, nbytes, left = 0, 0, list[list[str]]()
-    for output, files in zip(plan.outputs, wanted, strict=True):
-        whole = {file for file in files if journal.intact(file, output.files)}
-        kept, nbytes = kept + len(whole), nbytes + sum(map(output.files.size, whole))
-        left.append([file for file in files if file not in whole])
-    note(f"kept {kept} of {sum(map(len, wanted))} files, {size(nbytes)}, of the run that was cut off")
+    for output, files in zip(plan.outputs, requested, strict=True):
+        intact = {file for file in files if journal.intact(file, output.files)}
+        kept, nbytes = kept + len(intact), nbytes + sum(map(output.files.size, intact))
+        left.append([file for file in files if file not in intact])
+    note(f"kept {kept} of {sum(map(len, requested))} files, {size(nbytes)}, of the interrupted run")
     return left
 
 
 @dataclass(frozen=True)
 class TaskInput:
-    """What every task of a run gets: the options as they are, and what its node must find as the coordinator did.
+    """The input of every task of a run.
 
-    `token` names a file in the journal of `partial` that exists as long as the run goes on. `source`: fingerprint of
-    the files that are read. `plan`: `digest_of` the plan.
+    `token` names a file in the journal of `partial` that exists as long as the run continues. `source` (a fingerprint)
+    and `plan` (its `digest_of`) must be the same on every node.
     """
 
     options: RunOptions
@@ -70,10 +70,10 @@ class TaskInput:
 
 
 def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journal: Journal) -> None:
-    """Writes every file of the plan that is not finished yet. What is written does not depend on the cluster.
+    """Writes every unfinished file of the plan. The output does not depend on the cluster.
 
-    Raises CkptkitError: Ray is missing or not reached, a node lacks this version, the source or the destination, or
-    what a task raised.
+    Raises CkptkitError if Ray is missing or not reachable, if a node lacks this version, the source or the destination,
+    or if a task raises it.
     """
     gpus = int(options.device == "cuda")
     with ray_cluster(options.ray or "auto", options.workers) as ray:
@@ -81,8 +81,8 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
             check_gpus(ray)
         token = journal.begin_run()
         # Workers run in another directory.
-        placed = replace(options, dst=place(absolute(options.dst)))
-        task = TaskInput(placed, partial.absolute(), token, _source_of(options), digest_of(plan))
+        absolute_options = replace(options, dst=path_or_url(absolute(options.dst)))
+        task = TaskInput(absolute_options, partial.absolute(), token, _source_of(options), digest_of(plan))
         batches = batches_of(plan, options.workers or cpus(ray))
         files, sizes = list(batches), list(batches.values())
         with progress("writing", sum(sizes)) as advance:
@@ -97,7 +97,7 @@ def _source_of(options: RunOptions) -> str:
 
 
 def digest_of(plan: ConversionPlan) -> str:
-    """SHA-256 of a plan: every file, its size, and names, shapes and dtypes of its tensors, in order."""
+    """SHA-256 of a plan: every file, its size, and the names, shapes and dtypes of its tensors, in order."""
     digest = hashlib.sha256()
     for file, output in plan.files().items():
         specs = [output.files.specs[name] for name in output.files.names[file]]
@@ -107,7 +107,7 @@ def digest_of(plan: ConversionPlan) -> str:
 
 
 def batches_of(plan: ConversionPlan, workers: int) -> dict[tuple[str, ...], int]:
-    """The files of each task with their bytes, in the order in which the source is read."""
+    """The files of each task with their bytes, in the reading order of the source."""
     sizes: dict[str, int] = {}
     for output in plan.outputs:
         file_of = {name: file for file, names in output.files.names.items() for name in names}
@@ -117,38 +117,36 @@ def batches_of(plan: ConversionPlan, workers: int) -> dict[tuple[str, ...], int]
 
 
 def write_batch(task: TaskInput, files: Sequence[str]) -> None:
-    """Writes and records these files on this node. Raises CkptkitError unless it sees what the coordinator sees."""
+    """Writes and records these files on this node. Raises CkptkitError if it sees other files than the coordinator."""
     journal = Journal(task.partial, task.token)
     if not journal.may_begin:
-        raise CkptkitError(
-            f"node {socket.gethostname()} does not see {task.partial} of the coordinator",
-            "name a destination on a file system that all nodes share",
-        )
+        message = f"node {socket.gethostname()} does not see {task.partial} of the coordinator"
+        raise CkptkitError(message, "name a destination on a file system that all nodes share")
     plan = _plan_once(task.options, task.source, task.plan)
     write_files(plan, task.partial, journal, files, 1, task.options.memory)
 
 
 @functools.lru_cache(maxsize=1)
 def _plan_once(options: RunOptions, source: str, plan: str) -> ConversionPlan:
-    """The plan, made once a process. Raises CkptkitError when it is not the coordinator's."""
+    """The plan, made once per process. Raises CkptkitError if it differs from the coordinator's."""
     return_freed_memory()
-    found = make_plan(options)
-    if _source_of(options) != source or digest_of(found) != plan:
+    own = make_plan(options)
+    if _source_of(options) != source or digest_of(own) != plan:
         raise CkptkitError(
             f"node {socket.gethostname()} sees other files at {options.src} than the coordinator "
             "(names, sizes or times differ)",
             "name a source on a file system that all nodes share, or copy it with its times (rsync -a)",
         )
-    return found
+    return own
 
 
 def _check_written(plan: ConversionPlan, partial: Path, journal: Journal) -> None:
-    """Raises CkptkitError unless every file has a record and lies here with its size."""
+    """Raises CkptkitError unless every file has a record and the right size here."""
     for file, output in plan.files().items():
         path = partial / file
         size = path.stat().st_size if path.exists() else 0
         if journal.recorded(file) is None or size != output.files.size(file):
             raise CkptkitError(
                 f"{path} has {size} bytes instead of {output.files.size(file)}, or no record, after its task ended",
-                "name a destination on a file system that all nodes share, and go on with --resume",
+                "name a destination on a file system that all nodes share, and continue with --resume",
             )

@@ -1,1 +1,1 @@
-"""What everything stands on: tensor specs, the checkpoint protocols, plans, errors and printable text."""
+"""The foundation of all packages: tensor specs, checkpoint protocols, plans, errors and printable text."""

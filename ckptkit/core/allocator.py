@@ -1,4 +1,4 @@
-"""What the memory of a large model costs: what malloc holds on to, and what garbage collection looks through."""
+"""Reduces the cost of a large model's memory: in glibc's malloc, and in garbage collection."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
-_LARGE = 1 << 20  # bytes from which on freed memory goes back to the system at once
-IN_FLIGHT = 512 << 20  # bytes of tensors that a run reads, computes or writes at one time, unless it is told
-_KEPT = 4 << 20  # bytes that are kept at the end of a thread's memory
+_LARGE = 1 << 20  # freed blocks of at least this size are returned to the system
+IN_FLIGHT = 512 << 20  # default limit for the bytes of tensors that a run reads, computes or writes at one time
+_KEPT = 4 << 20  # bytes that each thread keeps
 
 
 def return_freed_memory() -> None:
-    """Has glibc return large freed blocks to the system; elsewhere it changes nothing.
+    """Makes glibc return large freed blocks to the system; no effect with other C libraries.
 
-    Left alone, glibc (mallopt(3)) learns from what is freed to keep up to 32 MiB in every thread, which falls to
-    pieces: a dense model of 6 GB takes up to 1.7 times the memory. Once told, it would also give back all but 128 KiB
-    of what is small, and dequantizing takes a fifth longer.
+    By default glibc (mallopt(3)) adapts to keep up to 32 MiB per thread, which get fragmented: a dense model of 6 GB
+    takes up to 1.7 times the memory. _KEPT prevents it from returning small blocks too, which slows dequantizing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -28,10 +27,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses garbage collection while headers are read and planned with: millions of objects, all of which stay.
-
-    Collecting looks through them again and again, which takes a tenth to a third of the time.
-    """
+    """Pauses garbage collection while headers are read: it takes up to a third of the time, and frees nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:

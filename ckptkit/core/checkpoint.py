@@ -1,4 +1,4 @@
-"""The two protocols that everything else is written against: Checkpoint to read, CheckpointWriter to write."""
+"""The protocols for reading and writing checkpoints: Checkpoint and CheckpointWriter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """A set of named global tensors: never sharded, never stacked over layers or experts.
 
-    `specs` is ordered as the bytes lie on disk; reading `groups` one after the other is the cheapest way through.
+    `specs` is in the order of the bytes on disk; reading `groups` in order is the cheapest way to read everything.
     """
 
     @property
@@ -27,23 +27,23 @@ class Checkpoint(Protocol):
 
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
-        """Names to read together, because they come from the same bytes; every name stands in exactly one group."""
+        """Names to read together, because they share bytes; every name is in exactly one group."""
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """These tensors on the CPU, contiguous, in the dtype of their spec."""
 
     def files_of(self, names: Sequence[str]) -> list[str]:
-        """Paths or URLs of the files that these tensors are read from, each once. Opens none."""
+        """Paths or URLs of the files that contain these tensors, each once. Opens no file."""
 
 
 class CheckpointWriter(Protocol):
-    """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""
+    """Accepts each tensor once, in any order. The final path does not exist before `finish`."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores a tensor. Raises CkptkitError if it is not the announced one or is written twice."""
+        """Stores a tensor. Raises CkptkitError if it differs from its spec or is written twice."""
 
     def finish(self) -> None:
-        """Completes the checkpoint. Raises CkptkitError when a tensor is missing."""
+        """Completes the checkpoint. Raises CkptkitError if a tensor is missing."""
 
     def discard(self) -> None:
         """Removes everything written so far."""

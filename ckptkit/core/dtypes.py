@@ -1,4 +1,4 @@
-"""Dtypes by name, as torch spells them without `torch.`: their sizes, and what safetensors and torch.save call them."""
+"""Dtypes by torch's name without `torch.`: their sizes, and their names in safetensors and torch.save."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Name, bytes of an element, code in safetensors' header (github.com/huggingface/safetensors#format), storage class
-# in torch.save's pickle, which torch_dist uses too (`torch/storage.py`). None: the format cannot hold it.
+# Name, bytes per element, code in safetensors' header (github.com/huggingface/safetensors#format), and storage class
+# in pickles of torch.save and torch_dist (`torch/storage.py`), or None if the format does not support it.
 _TABLE = (
     ("float64", 8, "F64", "DoubleStorage"),
     ("float32", 4, "F32", "FloatStorage"),
@@ -34,7 +34,7 @@ _TABLE = (
 ITEMSIZE = {name: size for name, size, _, _ in _TABLE}
 SAFETENSORS_CODE = {name: code for name, _, code, _ in _TABLE if code}
 DTYPE_OF_CODE = {code: name for name, code in SAFETENSORS_CODE.items()}
-COMPUTED = ("bfloat16", "float16", "float32")  # what models are trained in
+COMPUTED = ("bfloat16", "float16", "float32")  # the dtypes of trained models
 STORAGE_CLASS = {name: storage for name, _, _, storage in _TABLE if storage}
 DTYPE_OF_STORAGE = {storage: name for name, storage in STORAGE_CLASS.items()}
 

@@ -1,4 +1,4 @@
-"""The one exception that ckptkit raises on purpose, and how those of other libraries are put into its words."""
+"""CkptkitError and its subclasses, and messages for the exceptions of other libraries."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Literal
 from ckptkit.core.printable import one_line, printable
 
 ErrorCode = Literal[
-    "usage",  # options or arguments are wrong, or contradict one another
+    "usage",  # invalid or contradicting options or arguments
     "unsupported",  # a model or format that ckptkit does not read; the checkpoint may be sound
-    "missing",  # a file, a part of a checkpoint, or the checkpoint itself is not there
-    "damaged",  # a file is cut short, is not what its name says, or contradicts another of its checkpoint
-    "storage",  # a remote store did not answer, or refused
-    "missing-dependency",  # a library has to be installed first
+    "missing",  # a file, a part of a checkpoint, or the checkpoint itself is missing
+    "damaged",  # a file is truncated, has the wrong format, or contradicts another file of its checkpoint
+    "storage",  # a remote store did not answer, or refused access
+    "missing-dependency",  # a library must be installed first
     "changed",  # files were written while they were read
-    "mismatch",  # weights were compared, and differ
-    "other",  # none of these: the message says what is wrong
+    "mismatch",  # compared weights differ
+    "other",  # any other error
 ]
 
 
 class CkptkitError(Exception):
-    """A fault (naming file and tensor) and, as `hint`, what to do next, each on one line. The exit code is 2.
+    """A fault (naming file and tensor) and a `hint` with the next step, each on one line. The exit code is 2.
 
-    `details`: faults one by one, which `message` has too, and which are printed on lines of their own.
-    `code`: the kind of error, for programs; codes do not change, messages do.
-    `resumable`: the same job may end well another time, so that what it has finished is worth keeping.
+    `details`: single faults, which are also part of `message`, and printed on separate lines. `code`: the kind of
+    error, for programs; codes are stable, messages are not. `resumable`: the same job may succeed later, so its
+    finished files are kept.
     """
 
     code: ErrorCode = "other"
@@ -42,31 +42,31 @@ class CkptkitError(Exception):
         self.details = tuple(details)
 
     def __str__(self) -> str:
-        # Names of a checkpoint are in all of it, and a notebook prints them as a terminal does.
+        # All parts may contain names from a checkpoint, and notebooks print control characters like terminals.
         lines = [f"{self.args[0]}:", *self.details] if self.details else [self.message]
         return "\n  ".join(map(printable, [*lines, f"next: {self.hint}"] if self.hint else lines))
 
 
 class UsageError(CkptkitError):
-    """Options or arguments are wrong, or contradict one another."""
+    """Options or arguments are invalid, or contradict each other."""
 
     code = "usage"
 
 
 class MissingDependencyError(CkptkitError):
-    """A library has to be installed first."""
+    """A library must be installed first."""
 
     code = "missing-dependency"
 
 
 class MissingError(CkptkitError):
-    """A file, a part of a checkpoint, or the checkpoint itself is not there."""
+    """A file, a part of a checkpoint, or the checkpoint itself is missing."""
 
     code = "missing"
 
 
 class DamagedError(CkptkitError):
-    """A file is cut short, is not what its name says, or contradicts another of its checkpoint."""
+    """A file is truncated, has the wrong format, or contradicts another file of its checkpoint."""
 
     code = "damaged"
 
@@ -81,11 +81,11 @@ class UnsupportedError(CkptkitError):
 
 
 class UnknownModelError(UnsupportedError):
-    """A `model_type` that no family here has."""
+    """A `model_type` without a family."""
 
 
 class FinalError(CkptkitError):
-    """An error after which the same job cannot go on: its source must be mended first, and is another one then."""
+    """An error that makes the job impossible to resume: repairing the source makes it a different source."""
 
     resumable = False
 
@@ -96,13 +96,13 @@ class FinalError(CkptkitError):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an exception says that there is not enough memory, as Python or torch say it."""
+    """Whether this is Python's or torch's exception for insufficient memory."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error)
 
 
 @contextmanager
 def memory_for(what: object) -> Iterator[None]:
-    """Raises CkptkitError with the file or the work `what` where that takes more memory than there is."""
+    """Raises CkptkitError, naming the file or work `what`, if the block runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -113,14 +113,11 @@ def memory_for(what: object) -> Iterator[None]:
 
 
 def code_of(error: OSError) -> ErrorCode:
-    """The code of an error that says why a file cannot be read: "missing", or "other" for rights and disks."""
+    """The code for an error of reading a file: "missing", or "other" for permissions and disks."""
     return "missing" if isinstance(error, FileNotFoundError) else "other"
 
 
 def words_of(error: BaseException, with_class: bool = False) -> str:
-    """What another library's exception says, on one line and without the folders that libraries are installed in.
-
-    The class comes first where that is asked for or the text alone says little: a key, or nothing.
-    """
+    """One line for another library's exception; includes the class if `with_class` or the text is a key or empty."""
     text, kind = one_line(str(error)), type(error).__name__
     return f"{kind}: {text}" if text and (with_class or isinstance(error, LookupError)) else text or kind

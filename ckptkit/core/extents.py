@@ -1,4 +1,4 @@
-"""Where the bytes of tensors stand in files, and what they are read with."""
+"""Protocols for the positions of tensors in files, and for reading them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class ByteRange(NamedTuple):
 
 
 class Reader(Protocol):
-    """Memory of one thread that byte ranges are read into; results are valid until the next `load` or `read`."""
+    """Memory of one thread for reading byte ranges; results are valid until the next `load` or `read`."""
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
-        """Replaces the loaded ranges, by none if too large. Skips unreadable ones: who reads them later raises."""
+        """Replaces the loaded ranges, by nothing if they are too large. Skips unreadable ranges: later reads raise."""
 
     def loaded(self, wanted: ByteRange) -> Tensor | None:
-        """Bytes that are loaded, uint8 [bytes]. Neighbours in a file are neighbours in memory."""
+        """Loaded bytes, uint8 [bytes], or None. Adjacent ranges in a file are adjacent in memory."""
 
     def read(self, wanted: ByteRange) -> memoryview:
-        """Reads one range in place of what was loaded; fewer bytes where the file ends. Raises OSError."""
+        """Reads one range, and discards the loaded ones. Returns fewer bytes at the end of a file. Raises OSError."""
 
 
 class Extent(Protocol):
-    """Bytes of a file that are those of a tensor or of a part of it; and the CRC-32 to check, where `read` does not."""
+    """Bytes in a file of a tensor or a part of it, and the CRC-32 to check unless `read` does it."""
 
     @property
     def path(self) -> Path: ...
@@ -48,41 +48,41 @@ class Extent(Protocol):
 
 
 class FileBacked(Checkpoint, Protocol):
-    """A checkpoint that knows of some tensors where their bytes stand in files."""
+    """A checkpoint that knows the positions of some tensors in files."""
 
     def byte_ranges(self, names: Sequence[str]) -> Iterable[ByteRange]:
-        """What is read of local files to make these tensors. Opens no file."""
+        """The ranges of local files to read for these tensors. Opens no file."""
 
     def is_streamable(self, name: str) -> bool:
-        """Whether the bytes stand in files as they are and in order, and need not be held whole. Opens no file."""
+        """Whether files contain the unchanged bytes in order, so that they can be copied in pieces. Opens no file."""
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where they stand, in order; None where they do not. The last extent may be longer than the tensor."""
+        """The positions in order, or None if not streamable. The last extent may be longer than the tensor."""
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
-        """As `Checkpoint.read`; what `reader` has loaded is not read again, and tensors of it lie in its memory."""
+        """Like `Checkpoint.read`, but tensors in loaded ranges of `reader` share its memory."""
 
 
 def _is_file_backed(checkpoint: Checkpoint) -> TypeGuard[FileBacked]:
-    # isinstance would ask for every member of the protocol, and a plan asks a hundred thousand times.
+    # isinstance would check every member of the protocol, and a plan makes a hundred thousand calls.
     return hasattr(checkpoint, "extents")
 
 
 def byte_ranges_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterable[ByteRange]:
-    """What is read of local files to make these tensors, as far as the checkpoint knows."""
+    """The ranges of local files to read for these tensors, if the checkpoint knows them."""
     return checkpoint.byte_ranges(names) if _is_file_backed(checkpoint) else ()
 
 
 def is_streamable(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the bytes of a tensor stand in files as they are and in order. Opens no file."""
+    """Whether files contain the unchanged bytes of a tensor in order. Opens no file."""
     return _is_file_backed(checkpoint) and checkpoint.is_streamable(name)
 
 
 def extents_of(checkpoint: Checkpoint, name: str) -> Sequence[Extent] | None:
-    """Where the bytes of a tensor stand in files, if they do."""
+    """The positions of a tensor's bytes in files, or None."""
     return checkpoint.extents(name) if _is_file_backed(checkpoint) else None
 
 
 def read_with(checkpoint: Checkpoint, names: Sequence[str], reader: Reader | None) -> dict[str, Tensor]:
-    """Reads tensors, with `reader` where the checkpoint stands in files."""
+    """Reads tensors, with `reader` if the checkpoint supports it."""
     return checkpoint.read(names, reader) if _is_file_backed(checkpoint) else checkpoint.read(names)

@@ -1,4 +1,4 @@
-"""Lays out findings as text, for every verb: one line each, the details, what else is known, and the verdict last."""
+"""Formats the findings of every verb as text: one line each, then details, sections, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 from ckptkit.core.printable import printable
 
-_LISTED = 20  # findings with a line of their own
+_LISTED = 20  # listed findings
 _DETAILED = 3  # kinds of findings with details
 _LABELS = 8  # width of the labels of details
 _UNBROKEN = 1 << 20
 
-# A line in two parts, of which the first may be emphasized.
+# A line in two parts; the first may be emphasized.
 Line = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One finding: its `kind` (a code) and severity, the thing it is `about`, what is `wrong`, and details.
+    """One finding: its `kind` (a code) and severity, its subject (`about`), the fault (`wrong`), and details.
 
-    `fields` are labels and texts. Without any, the line of the finding holds everything and is never shortened.
-    `anchor` names the single finding, `title` what its kind is about.
+    `fields` are labels and texts; without them the finding's line is never shortened. `anchor` names the single
+    finding, `title` describes its kind.
     """
 
     kind: str
@@ -39,7 +39,8 @@ class Entry:
 class TextReport:
     """The output of a verb: findings, the worst first, then `sections`, `closing` lines, and the verdict.
 
-    `verdict`: a word or two, and the rest of its line. `more`: where the rest is. `headline`: a sentence before all.
+    `verdict`: one or two words, and the rest of its line. `more`: how to see the omitted details. `headline`: the first
+    sentence.
     """
 
     entries: Sequence[Entry]
@@ -51,14 +52,14 @@ class TextReport:
 
 
 def columns() -> int:
-    """How wide the terminal is. Into a pipe or a file lines go whole, for `grep`; COLUMNS overrides both."""
+    """The width of the terminal, or unlimited for a pipe or a file (for `grep`); COLUMNS overrides both."""
     return shutil.get_terminal_size((_UNBROKEN, 0)).columns
 
 
 def lay_out(report: TextReport, width: int, every: bool = False) -> Iterator[Line]:
-    """Yields the lines of a report, printable, of at most `width` columns where words allow it.
+    """Yields the lines of a report, printable, of at most `width` columns if words allow it.
 
-    `every`: all findings with all details; otherwise the first 20, and details of the first of each of three kinds.
+    `every`: all findings with all details; otherwise the first 20, and details of the first one of three kinds.
     """
     for index, block in enumerate(filter(None, map(list, _blocks(report, width, every)))):
         if index:
@@ -72,7 +73,7 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     rest = len(report.entries) - len(listed)
     more = [("", f"and {rest} more finding{'s' * (rest > 1)}")] if rest else []
     yield _wrapped(report.headline, "", "  ", width)
-    if not (report.headline and len(report.entries) == 1 and report.entries[0].fields):  # said by the headline
+    if not (report.headline and len(report.entries) == 1 and report.entries[0].fields):  # like the headline
         yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
     firsts = {_label(one): one for one in reversed(report.entries)}
     chosen = report.entries if every else [one for one in report.entries if firsts[_label(one)] is one][:_DETAILED]
@@ -87,7 +88,7 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
 
 
 def plain(lines: Iterator[Line]) -> Iterator[str]:
-    """The lines without emphasis, and without blanks at their end."""
+    """The lines without emphasis and trailing blanks."""
     yield from ((head + tail).rstrip() for head, tail in lines)
 
 
@@ -125,22 +126,16 @@ def _detailed(one: Entry, width: int) -> Iterator[Line]:
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> Iterator[Line]:
-    """The text between words; a name longer than a line stays whole."""
+    """Wraps a text between words; a name longer than a line is not split."""
     yield from (("", line) for line in _words(text, width, first, rest))
 
 
 def _hanging(text: str, width: int) -> Iterator[Line]:
-    """A line of a section, which is indented as it is and two more where it goes on."""
+    """Wraps a line of a section; continuation lines are indented by two more columns."""
     indent = " " * (2 + len(text) - len(text.lstrip(" ")))
     yield from _wrapped(text.lstrip(" "), indent, f"{indent}  ", width)
 
 
 def _words(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    return textwrap.wrap(
-        printable(text),
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(printable(text))

@@ -1,8 +1,7 @@
-"""Starts Python programs that import installed packages only, and knows which variables hold secrets.
+"""Starts Python programs that import only installed packages, and identifies variables with secrets.
 
-A checkpoint's directory is often the current one, and Python puts that first on the path of a program that it starts
-with `-m` or `-c`: a `torch.py` next to the weights would run in its place. So every Python process that ckptkit starts
-is started here.
+With `-m` or `-c`, Python puts the current directory, often that of a checkpoint, first on the import path: it would
+import a `torch.py` next to the weights. So every Python process of ckptkit is started here.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import without_credentials
 
-PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory that ckptkit is in
+PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory that contains ckptkit
 _NUMBA = ".numba_config.yaml"
-# What variables are called that hold a password, a key or a token; numbers of tokens are none.
+# Names of variables with a password, a key or a token, but not with a number of tokens.
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|SSH|SIGNING|ENCRYPTION)KEY|WEBHOOK"
     r"|(^|_)(KEYS?|OAUTH\w*|AUTH|AUTHORIZATION|BEARER|COOKIES?|SESSION|DSN|JWT|PAT|PASS|PRIVATE|SAS|CONNECTION_STRING)(_|$)"
     r"|(?<!MAX_)(?<!MIN_)(?<!NUM_)TOKEN\d*(_(?!LEN|NUM|COUNT|LIMIT|BUDGET|PER)|$)|_PWD$",
     re.IGNORECASE,
 )
-# What a witness is not given either: it is offline, and needs no account. A list of what other programs may see would
-# lack what some driver or cluster needs.
+# Also withheld from witnesses, which are offline and need no account. A list of allowed variables instead would lack
+# those of some driver or cluster.
 _ACCOUNT = re.compile(
     r"^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$", re.IGNORECASE
 )
@@ -39,71 +38,68 @@ HIDDEN = "a variable that may hold a secret"
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable holds a password, key or token, by its name or a URL; HIDDEN in place of it counts."""
+    """Whether a variable contains a password, key or token, by its name, or a URL with one, or HIDDEN instead."""
     return value == HIDDEN or _SECRET.search(name) is not None or without_credentials(value) != value
 
 
 def is_withheld(name: str, value: str) -> bool:
-    """Whether a witness does not see a variable: secrets, and those of accounts, addresses and proxies."""
+    """Whether a variable is withheld from witnesses: secrets, accounts, addresses and proxies."""
     return is_secret(name, value) or _ACCOUNT.search(name) is not None
 
 
 def isolated(variables: Mapping[str, str], *packages: Path) -> dict[str, str]:
-    """The variables for a Python process and all that it starts: none of them imports from the current directory.
+    """Variables for a Python process and its children that prevent imports from the current directory.
 
-    PYTHONPATH becomes `packages` and those of its directories that are absolute and not the current one. Python before
-    3.11 does not know PYTHONSAFEPATH: what it imports from is the directory that it is started in, an empty one.
+    PYTHONPATH becomes `packages` and its absolute directories except the current one. Python before 3.11 ignores
+    PYTHONSAFEPATH, so processes are also started in an empty directory.
     """
-    given = variables.get("PYTHONPATH", "").split(os.pathsep)
-    here = {part for part in given if os.path.exists(part) and os.path.samefile(part, os.curdir)}
-    path = [*map(str, packages), *(part for part in given if os.path.isabs(part) and part not in here)]
+    old = variables.get("PYTHONPATH", "").split(os.pathsep)
+    current = {part for part in old if os.path.exists(part) and os.path.samefile(part, os.curdir)}
+    path = [*map(str, packages), *(part for part in old if os.path.isabs(part) and part not in current)]
     return {**variables, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def offline() -> dict[str, str]:
-    """This process's variables, `isolated` and without secrets, for a process that asks the network for nothing."""
+    """This process's variables, `isolated` and without secrets, for a process without network access."""
     public = {name: value for name, value in os.environ.items() if not is_withheld(name, value)}
-    # A token may also lie in the user's home directory.
+    # The user's home directory may also contain a token.
     hub = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     return isolated(public, PACKAGES_HOME) | hub
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, the process `parent`, ends (prctl(2), PR_SET_PDEATHSIG)."""
+    """Makes the kernel kill this process when the process `parent`, its parent, ends (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended meanwhile
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)
 
 
 def refuse_numba_settings() -> None:
-    """Raises CkptkitError where Numba would take settings, such as a cache of compiled code, from where the user is."""
+    """Raises CkptkitError if Numba would read settings from the current directory, which can name code to run."""
     if os.path.lexists(_NUMBA):
-        raise CkptkitError(
-            f"{os.path.abspath(_NUMBA)} is in the current directory, from which Numba would read it: it can name code "
-            "that Numba then runs",
-            "run from another directory",
-        )
+        message = f"{os.path.abspath(_NUMBA)} is in the current directory, and can name code that Numba would run"
+        raise CkptkitError(message, "run from another directory")
 
 
 def start_python(
     words: Sequence[str], folder: Path, variables: Mapping[str, str], python: str = sys.executable, **streams: Any
 ) -> subprocess.Popen[Any]:
-    """Starts `PYTHON WORDS...` without standard input. `folder` is ckptkit's own, `variables` are `isolated`."""
+    """Starts `PYTHON WORDS...` without standard input, in a folder of ckptkit, with `isolated` variables."""
     assert "PYTHONSAFEPATH" in variables
     return subprocess.Popen([python, *words], cwd=folder, env=variables, stdin=subprocess.DEVNULL, **streams)
 
 
 @contextmanager
 def isolated_in(folder: Path, **more: str) -> Iterator[None]:
-    """Isolates what other libraries start, in `folder` with `more` variables; for all threads of this process."""
+    """Isolates processes of other libraries, in `folder` with `more` variables; affects all threads of this process."""
     before = dict(os.environ)
-    here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
+    current = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
     try:
         os.environ.update(isolated(before, PACKAGES_HOME), **more)
         os.chdir(folder)
         yield
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(current)
+        os.close(current)
         os.environ.clear()
         os.environ.update(before)

@@ -1,4 +1,4 @@
-"""Reads JSON that others wrote, within bounds that no real file of a checkpoint comes near."""
+"""Reads untrusted JSON, within limits far above those of real checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
-    """The value of JSON text. Raises ValueError for other text, past a bound of this module, for a duplicate key, which
-    readers resolve differently, and for half of a surrogate pair, which no encoding can write again.
+    """Parses JSON. Raises ValueError for invalid text, beyond a limit of this module, for a duplicate key, which
+    readers resolve differently, and for half of a surrogate pair, which no encoding can write.
     """
     if len(text) > MAX_BYTES:
-        raise ValueError(f"{len(text)} bytes, and at most {MAX_BYTES} are read")
+        raise ValueError(f"{len(text)} bytes, but at most {MAX_BYTES} are read")
     if (values := count_values(text)) > most_values:
-        raise ValueError(f"about {values} values, and at most {most_values} are read")
+        raise ValueError(f"about {values} values, but at most {most_values} are read")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer)
     except RecursionError as error:
@@ -33,12 +33,12 @@ def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
 
 
 def count_values(text: bytes) -> int:
-    """About how many values JSON has, before it is parsed: no fewer but for one in each list or object."""
+    """Estimates the number of values in JSON before parsing: at least all but one of each list or object."""
     return text.count(b",") + text.count(b":")
 
 
 def require_characters(text: bytes, value: Any) -> None:
-    """Raises ValueError where a string of `value`, which `text` says, has half of a surrogate pair."""
+    """Raises ValueError if a string of `value`, parsed from `text`, has half of a surrogate pair."""
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()
 
@@ -46,12 +46,12 @@ def require_characters(text: bytes, value: Any) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"{json.dumps(repeated_keys(pairs)[0][:80])} stands twice in one object")
+        raise ValueError(f"{json.dumps(repeated_keys(pairs)[0][:80])} occurs twice in one object")
     return found
 
 
 def repeated_keys(pairs: Sequence[tuple[str, Any]]) -> list[str]:
-    """The keys that come again, in order."""
+    """The repeated keys, in order."""
     seen: set[str] = set()
     return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 

@@ -1,6 +1,6 @@
-"""A conversion as data: steps whose inputs and outputs are known before a byte is read.
+"""A conversion as data: steps with known inputs and outputs, before any bytes are read.
 
-A plan over a checkpoint is itself a checkpoint (`View`), so plans stack and one loop copies them all.
+A plan over a checkpoint is also a checkpoint (`View`), so plans can be stacked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A pure function from some tensors to others. `label` names it in `--dry-run`.
+    """A pure function from tensors to tensors. `label` names it in `--dry-run`.
 
-    `is_byte_copy`: the bytes of the outputs in order are those of the inputs; of a single input they may be the first.
+    `is_byte_copy`: the bytes of the outputs in order are those of the inputs, or the first bytes of a single input.
     """
 
     inputs: tuple[str, ...]
@@ -43,10 +43,7 @@ def identity(spec: TensorSpec) -> Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that together use every source tensor (or drop it by name) and make every output once.
-
-    Raises CkptkitError, naming tensors, when a source tensor is left over, is missing or an output is made twice.
-    """
+    """Steps that use or drop every source tensor and make every output once. Raises CkptkitError otherwise."""
 
     steps: tuple[Step, ...]
     sources: Collection[str]
@@ -55,32 +52,30 @@ class Plan:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Of a large model each of these is a hundred thousand names, and sources may be a list.
+        # A large model has a hundred thousand names, and sources may be a list.
         used, sources = {name for step in self.steps for name in step.inputs}, set(self.sources)
         require(self.where, used, sources)
         if left := sources - used - self.dropped:
-            raise CkptkitError(
-                f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: "
-                f"{summarize(sorted(left))}",
-                "nothing is converted, so that nothing is lost; `ckptkit verify` says where config.json and the "
-                "tensors disagree",
+            message = f"{self.where} holds {len(left)} tensor(s) without a rule in this model family"
+            hint = (
+                "nothing is converted, to lose nothing; `ckptkit verify` shows where config.json and tensors disagree"
             )
+            raise CkptkitError(f"{message}: {summarize(sorted(left))}", hint)
         made = Counter(spec.name for step in self.steps for spec in step.outputs)
         if twice := [name for name, count in made.items() if count > 1]:
             raise CkptkitError(f"{self.where}: two rules make the same tensor: {summarize(twice)}")
 
 
 def require(where: str, needed: Iterable[str], sources: Collection[str]) -> None:
-    """Raises CkptkitError naming the needed tensors that `where` does not have."""
+    """Raises MissingError naming the needed tensors that `where` does not have."""
     if missing := [name for name in dict.fromkeys(needed) if name not in sources]:
-        raise MissingError(
-            f"{where} lacks {len(missing)} tensor(s) that its config promises: {summarize(missing)}",
-            "a shard is missing or config.json describes another model; `ckptkit verify` says which",
-        )
+        message = f"{where} lacks {len(missing)} tensor(s) that its config requires: {summarize(missing)}"
+        hint = "a shard is missing or config.json describes another model; `ckptkit verify` shows which"
+        raise MissingError(message, hint)
 
 
 class View:
-    """A plan over a checkpoint, computed lazily: itself a Checkpoint."""
+    """A lazily computed plan over a checkpoint, which is also a Checkpoint."""
 
     def __init__(self, source: Checkpoint, plan: Plan) -> None:
         self.source = source
@@ -105,14 +100,14 @@ class View:
         return [tuple(outputs[key]) for key in sorted(outputs)]
 
     def step(self, name: str) -> Step:
-        """What makes a tensor."""
+        """The step that makes a tensor."""
         return self._step_of[name]
 
     def _steps(self, names: Sequence[str]) -> Collection[Step]:
         return {id(step): step for step in (self._step_of[name] for name in names)}.values()
 
     def inputs(self, names: Sequence[str]) -> list[str]:
-        """What is read of the source to make these."""
+        """The source tensors for these outputs."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
     def files_of(self, names: Sequence[str]) -> list[str]:
@@ -122,7 +117,7 @@ class View:
         return byte_ranges_of(self.source, self.inputs(names))
 
     def shares_memory(self, name: str) -> bool:
-        """Whether a tensor lies in the memory of the one that it is made of."""
+        """Whether a tensor shares the memory of its source tensor."""
         step = self._step_of[name]
         return step.is_byte_copy and len(step.inputs) == 1
 
@@ -135,7 +130,7 @@ class View:
         if not step.is_byte_copy:
             return None
         before = itertools.takewhile(lambda spec: spec.name != name, step.outputs)
-        # Of a padded vocabulary the last rows are left out.
+        # A padded vocabulary omits its last rows.
         at, begin = 0, sum(spec.nbytes for spec in before)
         end, found = begin + self.specs[name].nbytes, list[Extent]()
         for source in step.inputs:
@@ -154,19 +149,19 @@ class View:
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
         inputs = read_with(self.source, self.inputs(names), reader)
-        wanted = set(names)
+        requested = set(names)
         found: dict[str, Tensor] = {}
         for step in self._steps(names):
             tensors = [inputs[name] for name in step.inputs]
-            results = _joined_in_place(step, tensors) or step.run(tensors)
+            results = _join_in_place(step, tensors) or step.run(tensors)
             for spec, tensor in zip(step.outputs, results, strict=True):
-                if spec.name in wanted:
+                if spec.name in requested:
                     found[spec.name] = checked(spec, tensor)
         return found
 
 
-def _joined_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """The outputs of a byte copy, not copied, where its inputs lie side by side in memory; None where they do not."""
+def _join_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The outputs of a byte copy without copying, or None if its inputs are not adjacent in memory."""
     import torch
 
     if (
@@ -179,13 +174,13 @@ def _joined_in_place(step: Step, tensors: Sequence[Tensor]) -> list[Tensor] | No
     addresses = [(tensor.untyped_storage().data_ptr(), tensor.data_ptr()) for tensor in tensors]
     if addresses[1:] != [(addresses[0][0], addresses[0][1] + end) for end in ends[:-1]]:
         return None
-    whole = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
-    parts = torch.split(whole, [spec.nbytes for spec in step.outputs])
+    joined = torch.as_strided(first, (ends[-1],), (1,), first.storage_offset())
+    parts = torch.split(joined, [spec.nbytes for spec in step.outputs])
     return [part.view(spec.torch_dtype).view(spec.shape) for part, spec in zip(parts, step.outputs, strict=True)]
 
 
 def read_and_held(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int]:
-    """Bytes that are read to make these tensors, and bytes of memory for them and what they are made of."""
+    """Bytes to read for these tensors, and bytes of memory for them and their sources."""
     if not isinstance(checkpoint, View):
         stored = sum(checkpoint.specs[name].nbytes for name in names)
         return stored, stored
@@ -194,11 +189,10 @@ def read_and_held(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, in
 
 
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
-    """The tensor, contiguous. Raises CkptkitError when it is not what the spec announces."""
+    """The tensor, contiguous. Raises CkptkitError if it differs from its spec."""
     if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
-        raise CkptkitError(
-            f"{spec} came out as {list(tensor.shape)} {tensor.dtype}", "this is a defect in a rule: please report it"
-        )
+        message = f"{spec} was computed as {list(tensor.shape)} {tensor.dtype}"
+        raise CkptkitError(message, "this is a defect in a rule: please report it")
     return tensor.contiguous()
 
 
@@ -222,13 +216,12 @@ class _Components:
 
 
 class Joined:
-    """The tensors of two checkpoints, with the config of the first. Raises CkptkitError when names collide."""
+    """The tensors of two checkpoints, with the config of the first. Raises CkptkitError for names in both."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
         if both := sorted(first.specs.keys() & second.specs.keys()):
-            raise CkptkitError(
-                f"two checkpoints to join both hold {summarize(both)}", "name the right HF directory with --hf"
-            )
+            message = f"two checkpoints to join both hold {summarize(both)}"
+            raise CkptkitError(message, "name the right HF directory with --hf")
         self._parts = (first, second)
         self.config: Mapping[str, Any] = first.config
         self.specs: Mapping[str, TensorSpec] = {**first.specs, **second.specs}

@@ -1,4 +1,4 @@
-"""Names from checkpoints made printable: what a file says never moves a cursor, turns text round or starts a line."""
+"""Makes untrusted text printable: no text from a file can move a cursor, reverse text or start a line."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from typing import Any
 
 # Control characters, format characters (some reverse the direction of text), surrogates, and line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-
-
-# What CI systems take for a command in a log: `::error::` where a line begins, of which wrapping may make any word;
-# `##[error]` and `##vso[...]` anywhere (GitHub Actions, Azure Pipelines, TeamCity).
+# Commands of CI systems in a log: `::error::` at the start of a line, which wrapping can move to any word; `##[error]`
+# and `##vso[...]` anywhere (GitHub Actions, Azure Pipelines, TeamCity).
 _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
-
-
-# A path may have made one slash of two. Bounded, so that a long word takes linear time.
+# A Path merges the two slashes. Bounded, so that a long word takes linear time.
 _SCHEME = r"([a-z][a-z0-9+.-]{0,31}://|(?<![a-z0-9+.-])(?:s3[an]?|gs|gcs|hf|az|abfss?|wasbs?|adl|https?|ftp|file):/)"
-# In a text a quote ends a URL, unless an @ follows: a password may hold one.
+# In a text a quote ends a URL, unless an @ follows: a password may contain one.
 _URL = re.compile(_SCHEME + r"""((?:\S{1,256}@)?[^\s"'<>]*)""", re.IGNORECASE)
 _ONLY_URL = re.compile(_SCHEME + "(.*)", re.IGNORECASE | re.DOTALL)
-# `user:password@`, whose password may hold what a URL would spell `%2F`; not a port (http://host:80/a@b), nor a name of
-# Amazon (s3://arn:aws:s3:...).
+# `user:password@`, with a password that may contain unquoted slashes; not a port (http://host:80/a@b) or Amazon's
+# resource name (s3://arn:aws:s3:...).
 _PASSWORD = re.compile(r"(?!arn:aws[a-z-]*:s3)[^/?#@:]*?(?::|%3A)(?!\d*(?:[/?#]|$)).*@", re.IGNORECASE | re.DOTALL)
 _USER = re.compile(r"[^/?#]*@")
 _TOKEN = re.compile(r"hf_\w{16,}@")
-# Of these stores what is before an @ is a name: hf://gpt2@main, abfs://container@account.
+# In URLs of these stores, a name precedes the @: hf://gpt2@main, abfs://container@account.
 _NAME_BEFORE_AT = frozenset({"hf", "az", "abfs", "abfss", "wasb", "wasbs"})
 _SECRET = re.compile(r"sig|token|key|secret|pass|pwd|credential|auth", re.IGNORECASE)
 _KEY = re.compile(r"[\w.-]+")
@@ -36,12 +32,12 @@ _QUERY = re.compile(r"[?#]([^?#]*)")
 
 
 def without_credentials(text: str) -> str:
-    """The text with `***` for user and password of each URL in it, and for a query with a signature, key or token."""
+    """Replaces user and password of each URL in a text, and a query with a signature, key or token, by `***`."""
     return _URL.sub(_public_url, text) if ":/" in text else text
 
 
 def public_url(url: str) -> str:
-    """As `without_credentials`, of a text that ends with a URL, of which blanks and quotes are a part."""
+    """Like `without_credentials`, for a text that ends with a URL, which may contain blanks and quotes."""
     return _ONLY_URL.sub(_public_url, url)
 
 
@@ -58,19 +54,16 @@ def _public_url(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line: characters that cannot be seen, line breaks too, become escapes (`\\x1b`).
-
-    So does the first character of what a CI system would take for a command. Credentials in URLs are left out.
-    """
+    """One line without credentials in URLs, with escapes (`\\x1b`) for invisible characters and CI commands."""
     text = without_credentials(text)
     if not text.isascii() or not text.isprintable():
         text = "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
     return _COMMAND.sub(lambda found: _escape(found[0][0]) + found[0][1:], text)
 
 
-# Where Python keeps libraries, up to the name of the library; the quote, bracket or blank before it is kept.
+# The folder of Python's libraries, up to the name of the library, after a quote, bracket or blank.
 _INSTALLED = re.compile(r"""(?<![^\s"'(=,:])[^\s"'(=,:]*/(?:(?:site|dist)-packages|lib(?:64)?/python3\.\d+)/""")
-# pydantic: a location of its own schema, the pointer to its site, and what it says of the value behind a message.
+# pydantic: a location in its schema, the link to its site, and the value after a message.
 _OF_SCHEMA = re.compile(r"\.?`?function-\w+\[(?:[^\[\]]|\[[^\[\]]*\])*\]`?")
 _VISIT = re.compile(r"For further information visit \S+")
 _INPUT = re.compile(r" \[type=\w+, input_value=(.*), input_type=\w+\]$")
@@ -81,10 +74,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 def one_line(text: str) -> str:
-    """The text of another library's exception or log on one line, without stacks and the folders it is installed in.
-
-    A deeper line belongs to the one above and follows a colon; others follow a semicolon, or the end of a sentence.
-    """
+    """The text of another library's exception or log on one line, without stacks and folders of libraries."""
     joined, above = "", ""
     for line in filter(str.strip, _without_stacks(_INSTALLED.sub("", _COLOR.sub("", text[:_MAX_CHARACTERS])))):
         words = _INPUT.sub(r" (it is \1)", _OF_SCHEMA.sub("", line.strip()))
@@ -96,7 +86,7 @@ def one_line(text: str) -> str:
 
 
 def _between(joined: str, above: str, line: str) -> str:
-    """What goes between a line and the one above it, which ends in a blank where its sentence goes on."""
+    """The separator between a line and the one above it, which ends in a blank if its sentence continues."""
     if joined[-1] in ".,;:!?" or above[-1] == " ":
         return ""
     return ":" if _HEADING.fullmatch(joined) or _indent(line) > _indent(above) else ";"
@@ -107,7 +97,7 @@ def _indent(line: str) -> int:
 
 
 def _without_stacks(text: str) -> Iterator[str]:
-    """Its lines, less the frames of a traceback, which are indented."""
+    """The lines without the frames of tracebacks, which are indented."""
     inside = False
     for line in text.splitlines():
         if line.lstrip().startswith(_TRACEBACK):
@@ -130,25 +120,22 @@ _SHORT.maxlong = 60
 
 
 def shortened(value: Any) -> str:
-    """A value of a file as Python writes it, without what is deep or long in it."""
+    """Python's representation of an untrusted value, with nested and long parts shortened."""
     return _SHORT.repr(value)
 
 
-# What `json.dumps` leaves that a terminal or a CI system acts upon, or that no JSON text can hold.
+# Output of `json.dumps` that a terminal or a CI system interprets, or that is invalid in JSON text.
 _RAW = re.compile(r"[^\n -~]|##(?=\w*\[)")
 
 
 def json_text(content: Any) -> str:
-    """Indented JSON in ASCII without credentials in URLs, in which no terminal and no CI system sees a command.
-
-    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`).
-    """
+    """Indented ASCII JSON without credentials in URLs and without commands for terminals or CI systems."""
     return _RAW.sub(_json_escape, without_credentials(json.dumps(content, indent=2, ensure_ascii=False)))
 
 
 def _json_escape(found: re.Match[str]) -> str:
     first, rest = found[0][0], found[0][1:]
-    if unicodedata.category(first) == "Cs":
+    if unicodedata.category(first) == "Cs":  # other parsers reject half of a surrogate pair
         return f"\\\\u{ord(first):04x}"
     units = first.encode("utf-16-be").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + rest

@@ -1,6 +1,6 @@
-"""What is being done: steps as records of a logger, and a bar on a terminal for whatever takes longer than a second.
+"""Progress: steps as records of a logger, and a bar on a terminal for steps of more than a second.
 
-Nothing but the bar is printed unless a handler is added to `LOG`, as the command line does.
+Other output requires a handler on `LOG`, which the command line adds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def size(nbytes: int) -> str:
 
 @contextmanager
 def phase(label: str, *, bar: bool = False) -> Iterator[None]:
-    """Logs that a step begins and ends. `bar`: it has one, so that nothing else needs to show it on a terminal."""
+    """Logs the begin and end of a step. `bar`: a bar shows the step on a terminal."""
     LOG.info("%s", label, extra={"step": "begin", "bar": bar})
     try:
         yield
@@ -34,20 +34,20 @@ def phase(label: str, *, bar: bool = False) -> Iterator[None]:
 
 
 def closing(text: str, next_step: str | None = None) -> None:
-    """Logs what a command has come to, and the command to go on with."""
+    """Logs the result of a command, and the next command."""
     LOG.info("%s", text, extra={"next": next_step})
 
 
 def note(text: str) -> None:
-    """Logs a line for people that is shown at once."""
+    """Logs a line that is shown at once."""
     LOG.info("%s", text, extra={"step": "note"})
 
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of bytes just done, of `total`. A bar is for terminals."""
+    """Yields a function to call with the number of bytes just done, of `total`. Shows a bar on terminals."""
     with phase(label, bar=True):
-        # None in a process without one.
+        # stderr may be None.
         if sys.stderr and sys.stderr.isatty() and LOG.isEnabledFor(logging.WARNING):
             with _bar(label, total) as advance:
                 yield advance
@@ -64,7 +64,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    # Imported here because most runs have no terminal, and this takes a twentieth of a second.
+    # Most runs have no terminal, and this import takes 50 ms.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

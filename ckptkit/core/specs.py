@@ -1,4 +1,4 @@
-"""What a tensor is without its bytes (name, shape, dtype), how ranks share it, and how many names are shown as one."""
+"""Tensor specs (name, shape, dtype), parallel sizes, and folded names for messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptkit.core.dtypes import ITEMSIZE, dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-MAX_NAME = 4096  # characters of a tensor's name: those of real models have fewer than 200
-MAX_AXES = 64  # of a tensor in a file, as torch has it; the product of a million sizes takes hours
+MAX_NAME = 4096  # characters of a tensor's name; in real models, fewer than 200
+MAX_AXES = 64  # of a tensor in a file, like in torch; the product of a million sizes would take hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
-        """What `tensor` is, under this name."""
+        """The spec of `tensor`, under this name."""
         return cls(name, tuple(tensor.shape), dtype_name(tensor.dtype))
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes when stored densely."""
+        """Size in bytes if stored densely."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
@@ -58,22 +58,22 @@ class Sizes:
 
 
 def long_name(names: Iterable[str]) -> str | None:
-    """Says which of these names is longer than MAX_NAME, by its beginning; None if none is."""
+    """Describes the longest of these names if it is longer than MAX_NAME, else None."""
     name = max(names, key=len, default="")
     if len(name) <= MAX_NAME:
         return None
-    return f"a tensor name of {len(name)} characters that begins with {name[:40]!r}, and at most {MAX_NAME} are read"
+    return f"a tensor name of {len(name)} characters that starts with {name[:40]!r}, but at most {MAX_NAME} are read"
 
 
 def fold(names: Iterable[str]) -> list[str]:
-    """Names that differ only in layer and expert numbers as one: `model.layers.{0..47}.mlp.gate.weight`.
+    """Combines names that differ only in layer and expert numbers: `model.layers.{0..47}.mlp.gate.weight`.
 
-    Numbers of one position become a list of ranges. Two positions fold only when every combination occurs,
-    so a folded name never claims a tensor that is not in `names`.
+    Numbers in one position become a list of ranges. Two positions are folded only if every combination occurs, so that
+    a folded name contains no other names.
     """
     groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for name in names:
-        # Without a regular expression, which takes twice as long: releases have 200,000 names.
+        # A regular expression takes twice as long, and releases have 200,000 names.
         parts, numbers = name.split("."), []
         for index in range(1, len(parts)):
             if parts[index].isdecimal():
@@ -90,7 +90,7 @@ def _fold_numbers(pattern: str, numbers: set[tuple[int, ...]]) -> list[str]:
             by_tail[heads[:-1]].add(heads[-1])
     if not by_tail:
         return [pattern]
-    # The last number folds within each prefix; prefixes with equal last numbers fold with one another.
+    # The last number is folded within each prefix; prefixes with equal last numbers are folded together.
     by_last: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
     for prefix, last in by_tail.items():
         by_last[tuple(sorted(last))].add(prefix)
@@ -103,22 +103,19 @@ def _fold_numbers(pattern: str, numbers: set[tuple[int, ...]]) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`{0..3,7}` for 0 1 2 3 7; a single number stands bare."""
-    ordered = sorted(numbers)
-    parts: list[str] = []
-    start = previous = ordered[0]
-    for number in [*ordered[1:], None]:
-        if number is not None and number == previous + 1:
-            previous = number
-            continue
-        parts.append(str(start) if start == previous else f"{start}..{previous}")
-        if number is not None:
-            start = previous = number
-    return parts[0] if len(ordered) == 1 else "{" + ",".join(parts) + "}"
+    """`{0..3,7}` for 0 1 2 3 7; a single number has no braces."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    text = ",".join("..".join(map(str, run)) for run in runs)
+    return text if text.isdecimal() else f"{{{text}}}"
 
 
 def summarize(names: Iterable[str], limit: int = 5) -> str:
-    """Folded names for a message, at most `limit` of them, with a count of the rest."""
+    """Folded names for a message, at most `limit` of them, and the number of further ones."""
     folded = fold(names)
     rest = len(folded) - limit
     return ", ".join(folded[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,1 +1,1 @@
-"""The file formats of checkpoints, one folder each, and what tells them apart."""
+"""The file formats of checkpoints, one folder each, and their detection."""

@@ -1,14 +1,14 @@
-"""Weight updates that trainers publish as changes: what is wrong with their order and files, and what they come to.
+"""Weight updates that trainers publish as deltas: their faults, and their application to a base.
 
-A version `weight_vNNNNNN` is a full HF checkpoint, or a delta against the version before it. A delta is safetensors
-files of uint8, an encoded change for each tensor that changed, whose `__metadata__` has a checksum of the new bytes of
-each; and an index whose `metadata` has `version`, `base_version`, `delta_encoding`, `compression_format` and
-`checksum_format`. Version 0 is the checkpoint that training began with. Engines read every safetensors file, whatever
-the index says. Format as in `_write_delta_files` of slime 624b824a, miles 31f1ca96 and vime 03a8e1bf, which agree.
+A version `weight_vNNNNNN` is a full HF checkpoint, or a delta against the previous version: safetensors files with an
+encoded change (uint8) per changed tensor, and in `__metadata__` a checksum of its new bytes; and an index with
+`version`, `base_version`, `delta_encoding`, `compression_format` and `checksum_format` in its `metadata`. Version 0 is
+the initial checkpoint of the training. Engines read every safetensors file, even if the index does not list it.
+Source: `_write_delta_files` of slime 624b824a, miles 31f1ca96 and vime 03a8e1bf.
 
-Both encodings are over bytes and know no dtype; each is one zstd frame. `xor`: the old bytes XOR the new ones.
-`overwrite`: the number of changed bytes and their positions, all uint32 little-endian, then their new values. Format as
-in slime 624b824a, `diff_and_compress` and `overwrite_encode`, and in `_apply_delta` of its patch of SGLang.
+Both encodings apply to bytes of any dtype; each is one zstd frame. `xor`: the old bytes XOR the new ones. `overwrite`:
+the number of changed bytes and their positions, all uint32 little-endian, then their new values. Source: slime
+624b824a, `diff_and_compress` and `overwrite_encode`, and `_apply_delta` of its patch of SGLang.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 
-_PIECE = 4 << 20  # bytes, or positions, that are decoded at a time
-_WRONG = "the file was changed or cut, or the writer had a tensor of another dtype or shape"
-
-
-# In hexadecimal, of the bytes of a tensor.
+_PIECE = 4 << 20  # bytes, or positions, to decode at a time
+_WRONG = "the file was changed or truncated, or the writer had a tensor of another dtype or shape"
+# Hexadecimal checksums of the bytes of a tensor.
 CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
     "xxh3-128": lambda content: import_module("xxhash").xxh3_128_hexdigest(content),
     "blake3": lambda content: blake3(content).hexdigest(),
@@ -59,14 +57,14 @@ CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
 def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
     """Changes the bytes of a tensor in place by one of ENCODINGS. Returns the number of changed bytes.
 
-    Raises DamagedError for a payload that is not of a tensor of so many bytes; then `state` is of no use any more.
+    Raises DamagedError for an invalid payload or one for a different number of bytes; `state` is then undefined.
     """
     import zstandard
 
     try:
         return ENCODINGS[encoding](payload, state)
     except zstandard.ZstdError as error:
-        raise DamagedError(f"its payload is not whole zstd data ({words_of(error)})", _WRONG) from error
+        raise DamagedError(f"its payload is not complete zstd data ({words_of(error)})", _WRONG) from error
 
 
 def _xor(payload: Bytes, state: Bytes) -> int:
@@ -79,7 +77,7 @@ def _xor(payload: Bytes, state: Bytes) -> int:
         at += len(piece)
     if len(piece) or at != len(state):
         size = f"{at}" if not len(piece) else f"{at + len(piece)} or more"
-        raise DamagedError(f"its payload is for {size} bytes, and the tensor has {len(state)}", _WRONG)
+        raise DamagedError(f"its payload is for {size} bytes, but the tensor has {len(state)}", _WRONG)
     return changed
 
 
@@ -88,7 +86,7 @@ def _overwrite(payload: Bytes, state: Bytes) -> int:
     head = _next(positions, 4)
     count = int.from_bytes(head.tobytes(), "little") if len(head) == 4 else 0
     if not 0 < count <= len(state):
-        raise DamagedError(f"its payload is for {count} changed bytes, and the tensor has {len(state)}", _WRONG)
+        raise DamagedError(f"its payload is for {count} changed bytes, but the tensor has {len(state)}", _WRONG)
     left = 4 + 4 * count
     while left and (skipped := len(_next(values, min(left, _PIECE)))):
         left -= skipped
@@ -106,7 +104,7 @@ def _overwrite(payload: Bytes, state: Bytes) -> int:
         changed, last = changed + int(np.count_nonzero(state[at] != new)), int(at[-1])
         state[at] = new
     if len(_next(values, 1)):
-        raise DamagedError(f"its payload goes on after the last of {count} changed bytes", _WRONG)
+        raise DamagedError(f"its payload continues after the last of {count} changed bytes", _WRONG)
     return changed
 
 
@@ -130,9 +128,7 @@ def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
 FileFault = tuple[Path, Fault]
 
 _AGAIN = "copy this version again from where the trainer published it; if it is the same there, publish a full one"
-_CUT = (
-    "the trainer was stopped while it published, or the copy is not complete: copy it again, or take the version before"
-)
+_CUT = "the trainer was stopped while it published, or the copy is incomplete: copy it again, or use an earlier version"
 
 
 @dataclass(frozen=True)
@@ -144,25 +140,25 @@ class Version:
 
     @cached_property
     def index(self) -> Mapping[str, Any]:
-        """The index. Raises CkptkitError where it cannot be read, and UnsupportedError for another kind of delta."""
+        """The index. Raises CkptkitError if it cannot be read, and UnsupportedError for another kind of delta."""
         if not (self.path / INDEX).exists() and (self.path / "manifest.json").exists():
-            hint = "publish with the CPU's encoder, or a full checkpoint, to have it verified"
-            raise UnsupportedError(f"{self.path} has a manifest.json: a delta of miles' GPU encoder is not read", hint)
+            hint = "publish with the CPU's encoder, or a full checkpoint, to verify it"
+            raise UnsupportedError(f"{self.path} has a manifest.json: deltas of miles' GPU encoder are not read", hint)
         return read_json(self.path / INDEX)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the index says of the version; empty where it says nothing."""
-        found = self.index.get("metadata")
-        return found if isinstance(found, dict) else {}
+        """The index's `metadata`, or empty if there is none."""
+        metadata = self.index.get("metadata")
+        return metadata if isinstance(metadata, dict) else {}
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The headers of all safetensors files, sound or not, in the order in which engines read them."""
-        return tuple(map(_scanned, sorted(self.path.glob("*.safetensors"))))
+        """The headers of all safetensors files, sound or not, in the engines' reading order."""
+        return tuple(map(_scan, sorted(self.path.glob("*.safetensors"))))
 
 
-def _scanned(path: Path) -> Shard:
+def _scan(path: Path) -> Shard:
     try:
         return scan_shard(path)
     except OSError as error:
@@ -171,7 +167,7 @@ def _scanned(path: Path) -> Shard:
 
 @dataclass(frozen=True)
 class Chain:
-    """The versions of a directory up to `target`. `start` is the newest full one, or 0: the base stands elsewhere."""
+    """The versions of a directory up to `target`. `start`: the newest full one, or 0 if the base is elsewhere."""
 
     root: Path
     target: int
@@ -185,16 +181,16 @@ class Chain:
 
     @property
     def deltas(self) -> list[Version]:
-        """The versions after the one to start from, in order."""
+        """The versions after `start`, in order."""
         return [self.versions[number] for number in sorted(self.versions) if number > self.start]
 
 
 def chain_at(path: Path) -> Chain:
-    """The versions in a directory, or up to the one at `path`. Raises CkptkitError where there is none."""
-    here = VERSION.fullmatch(path.name)
-    root = path.parent if here else path
+    """The versions in a directory, or up to the one at `path`. Raises CkptkitError if there are none."""
+    own = VERSION.fullmatch(path.name)
+    root = path.parent if own else path
     found = {int(match[1]): root / match[0] for entry in root.iterdir() if (match := VERSION.fullmatch(entry.name))}
-    target = int(here[1]) if here else max(found, default=0)
+    target = int(own[1]) if own else max(found, default=0)
     if not found:
         raise CkptkitError(f"{path} holds no published version", "give the directory with weight_v000001 and so on")
     versions = {number: Version(number, at) for number, at in found.items() if number <= target}
@@ -203,52 +199,51 @@ def chain_at(path: Path) -> Chain:
 
 
 def single_delta(path: Path) -> Chain:
-    """One delta, without those before it. Raises CkptkitError where its directory does not have the name of one."""
-    here = VERSION.fullmatch(path.name)
-    if here is None:
-        raise CkptkitError(f"{path} is not named as a published version", "it must be weight_v and its number")
-    number = int(here[1])
+    """A chain of only this delta. Raises CkptkitError if its directory does not have the name of a version."""
+    match = VERSION.fullmatch(path.name)
+    if match is None:
+        raise CkptkitError(f"{path} does not have the name of a version", "rename it to weight_v and its number")
+    number = int(match[1])
     return Chain(path.parent, number, {number: Version(number, path)}, number - 1)
 
 
 def require_sound(chain: Chain, specs: Mapping[str, TensorSpec]) -> None:
-    """Raises DamagedError for the first fault that headers show. `specs`: the tensors of the base."""
+    """Raises DamagedError for the first fault in headers. `specs`: the tensors of the base."""
     for path, fault in (*order_faults(chain), *file_faults(chain, specs)):
         raise DamagedError(f"{path}: {fault}", fault.hint or _AGAIN)
 
 
 def order_faults(chain: Chain) -> Iterator[FileFault]:
-    """Versions that are not there, are not what their directory says, or cannot be decoded by what they state."""
+    """Missing versions, versions that differ from the directory's number, and unknown encodings."""
     for number in range(chain.start + 1, chain.target + 1):
         if number not in chain.versions:
             hint = "no later version can be applied: restore it, or start from a full checkpoint of a later version"
             yield chain.root / f"weight_v{number:06d}", Fault(f"version {number}", "it is missing", hint=hint)
     for one in chain.deltas:
         try:
-            stated = one.metadata
+            metadata = one.metadata
         except UnsupportedError:
             raise
         except CkptkitError as error:
             yield one.path / INDEX, Fault("the index, which is published last", error.message, hint=_CUT)
             continue
-        yield from ((one.path / INDEX, fault) for fault in _stated_faults(one.number, stated))
+        yield from ((one.path / INDEX, fault) for fault in _metadata_faults(one.number, metadata))
 
 
-def _stated_faults(number: int, stated: Mapping[str, Any]) -> Iterator[Fault]:
+def _metadata_faults(number: int, metadata: Mapping[str, Any]) -> Iterator[Fault]:
     order = {"version": number, "base_version": number - 1}
-    wrong = [key for key, true in order.items() if not str(stated.get(key)).isdecimal() or int(stated[key]) != true]
-    if wrong:
-        said = ", ".join(f"{key} {shortened(stated.get(key))}" for key in order)
+    if any(not str(metadata.get(key)).isdecimal() or int(metadata[key]) != true for key, true in order.items()):
+        actual = ", ".join(f"{key} {shortened(metadata.get(key))}" for key in order)
         hint = "this is a copy of another version or of another run: restore the file that the trainer published"
-        yield Fault(f"version {number}, based on {number - 1}", said, hint=hint)
+        yield Fault(f"version {number}, based on {number - 1}", actual, hint=hint)
     known = {"delta_encoding": ENCODINGS, "compression_format": ("zstd",), "checksum_format": CHECKSUMS}
     for key, values in known.items():
-        if stated.get(key) not in values:
-            yield Fault(f"{key} of {', '.join(values)}", shortened(stated.get(key)), hint="no engine can apply it")
+        if metadata.get(key) not in values:
+            yield Fault(f"{key} of {', '.join(values)}", shortened(metadata.get(key)), hint="no engine can apply it")
 
 
 def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterator[FileFault]:
-    """Faults of files, and of tensors against `specs`, those of the base (None: not known)."""
+    """Faults of files, and of tensors compared with `specs` of the base, if known."""
     for one in chain.deltas:
         for shard in one.shards:
             yield from ((shard.path, fault) for fault in (*shard.faults, *_tensor_faults(shard, specs)))
@@ -258,7 +253,7 @@ def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterato
 def _tensor_faults(shard: Shard, specs: Mapping[str, TensorSpec] | None) -> Iterator[Fault]:
     for name, spec in shard.specs.items():
         if specs is not None and name not in specs:
-            hint = "the delta is of another model, or its names are not those of --hf-checkpoint"
+            hint = "the delta is of another model, or its names differ from those of --hf-checkpoint"
             yield Fault("a tensor of the base", "the base has no tensor of this name", name, hint)
         if spec.dtype != "uint8" or len(spec.shape) != 1:
             yield Fault("encoded bytes, uint8 [bytes]", f"{spec.dtype} {list(spec.shape)}", name, _AGAIN)
@@ -275,8 +270,8 @@ def _index_faults(one: Version) -> Iterator[FileFault]:
     closed = {shard.path.name for shard in one.shards if not shard.readable}
     for name, file in listed.items():
         if name not in stored and file not in closed:
-            what = "it is in no file" if (one.path / str(file)).exists() else f"{shortened(file)} is missing"
-            yield index, Fault("every tensor that it lists", what, name, "engines would apply a part: " + _AGAIN)
+            actual = "it is in no file" if (one.path / str(file)).exists() else f"{shortened(file)} is missing"
+            yield index, Fault("every tensor that it lists", actual, name, "engines would apply a part: " + _AGAIN)
     for name in stored.keys() - listed.keys():
         yield index, Fault("every tensor that is stored", f"{stored[name]} has one more", name, _AGAIN)
     times = Counter(name for shard in one.shards for name in shard.specs)
@@ -294,33 +289,32 @@ class Patch:
     shard: Shard
 
     def apply(self, tensor: Tensor) -> int:
-        """Changes a tensor in place. Returns the number of changed bytes. Raises DamagedError, also for other bytes."""
-        stated, where = self.version.metadata, f"{self.shard.path}: {self.name}"
+        """Changes a tensor in place. Returns how many bytes changed. Raises DamagedError, also for a wrong base."""
+        metadata, where = self.version.metadata, f"{self.shard.path}: {self.name}"
         state = np.frombuffer(bytes_of(tensor), np.uint8)
+        payload = np.frombuffer(bytes_of(self.shard.read(self.name)), np.uint8)
         try:
-            changed = apply(
-                stated["delta_encoding"], np.frombuffer(bytes_of(self.shard.read(self.name)), np.uint8), state
-            )
+            changed = apply(metadata["delta_encoding"], payload, state)
         except DamagedError as error:
             raise DamagedError(f"{where}: {error.message}", error.hint) from error
-        found, true = CHECKSUMS[stated["checksum_format"]](state.data), self.shard.metadata[self.name]
-        if found != true:
-            hint = "it was made against other bytes: name the base of this very run, or replace this version"
-            raise DamagedError(f"{where}: the new bytes have the checksum {found}, and the writer's had {true}", hint)
+        actual, expected = CHECKSUMS[metadata["checksum_format"]](state.data), self.shard.metadata[self.name]
+        if actual != expected:
+            hint = "it was made for other bytes: name the base of this run, or replace this version"
+            raise DamagedError(f"{where}: the new bytes have the checksum {actual}, the writer's had {expected}", hint)
         return changed
 
 
-def base_of(chain: Chain, given: str | Path | Directory | None) -> HfCheckpoint:
-    """The checkpoint to start from: the newest full version, else the one that was given. Raises UsageError without."""
-    base = chain.full or given
+def base_of(chain: Chain, hf: str | Path | Directory | None) -> HfCheckpoint:
+    """The newest full version, or else the checkpoint `hf`. Raises UsageError without either."""
+    base = chain.full or hf
     if base is None:
-        hint = "name the --hf-checkpoint of the run that published them (--hf; of `verify` --source)"
-        raise UsageError(f"{chain.root} holds deltas, and nothing to apply them to", hint)
+        hint = "name the --hf-checkpoint of the run that published them (--hf, or --source of `verify`)"
+        raise UsageError(f"{chain.root} holds deltas without their base", hint)
     return HfCheckpoint(base)
 
 
 def patches_of(chain: Chain) -> Mapping[str, Sequence[Patch]]:
-    """The changes of each tensor, in order. Looks at no fault."""
+    """The changes of each tensor, in order, without a check for faults."""
     found: dict[str, list[Patch]] = {}
     for one in chain.deltas:
         for shard in one.shards:
@@ -330,7 +324,7 @@ def patches_of(chain: Chain) -> Mapping[str, Sequence[Patch]]:
 
 
 def open_deltas(path: Path, base: str | Path | Directory | None) -> View:
-    """The version at `path`, or the newest in that directory. Raises CkptkitError where a header shows a fault."""
+    """The version at `path`, or the newest in that directory. Raises CkptkitError for faults in headers."""
     chain = chain_at(path)
     source = base_of(chain, base)
     require_sound(chain, source.specs)
@@ -343,7 +337,7 @@ def _step(source: HfCheckpoint, name: str, patches: Sequence[Patch]) -> Step:
     spec = source.specs[name]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        tensor = tensors[0].clone()  # what was read may lie in a reader's memory
+        tensor = tensors[0].clone()  # the input may share a reader's memory
         for patch in patches:
             patch.apply(tensor)
         return [tensor]

@@ -1,4 +1,4 @@
-"""Tells what lies at a path: an HF directory, a Megatron checkpoint with its iteration, or published deltas."""
+"""Detects the checkpoint at a path: an HF directory, a Megatron checkpoint with its iteration, or published deltas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ckptkit.storage.tree import files_below
 _RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 _NEMO = "{} is a NeMo 1 checkpoint, which ckptkit does not read: export it to HF with the NeMo that wrote them"
-# What lies where safetensors with an index should, the most telling first, and the way out.
+# Weights in other formats than safetensors with an index, the most specific first, and the user's next step.
 _INDEX, _SINGLE, _SHARDS = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER = (
-    "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` looks at it; merge it with "
+    "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` verifies it; merge it with "
     "`ckptkit convert BASE DST --merge ADAPTER` and give the result"
 )
 _OTHER_WEIGHTS = {
@@ -32,13 +32,13 @@ _OTHER_WEIGHTS = {
     "consolidated*.safetensors": (
         "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
     ),
-    _SHARDS: "{} is there without model.safetensors.index.json: restore the index from the release",
+    _SHARDS: "{} has no model.safetensors.index.json: restore the index from the release",
     "consolidated*.pth": (
         "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
     ),
     "*.gguf": (
-        "{} is llama.cpp's format, which is quantized for it: start from the safetensors release, or load it with "
-        "transformers (gguf_file=) and save_pretrained"
+        "{} is llama.cpp's quantized format: start from the safetensors release, or load it with transformers "
+        "(gguf_file=) and save_pretrained"
     ),
     "*.nemo": _NEMO,
     "model_config.yaml": _NEMO,
@@ -47,50 +47,47 @@ _OTHER_WEIGHTS = {
     "*.msgpack": _RUNTIME.format("Flax"),
     "*.h5": _RUNTIME.format("TensorFlow"),
     "model_world_size_*_rank_*.pt": (
-        "{0} is one rank of an FSDP model as verl saves it: merge them with `python -m verl.model_merger merge "
-        "--backend fsdp --local_dir {1} --target_dir OUT`"
+        "{0} is one rank of an FSDP model of verl: merge them with `python -m verl.model_merger merge --backend fsdp "
+        "--local_dir {1} --target_dir OUT`"
     ),
     "*_model_states.pt": (
-        "{} is one rank of a DeepSpeed run: put them together with the zero_to_fp32.py that DeepSpeed left beside the "
-        "step's directory, with --safe_serialization"
+        "{} is one rank of a DeepSpeed run: merge them with DeepSpeed's zero_to_fp32.py, next to the step's directory, "
+        "with --safe_serialization"
     ),
     "pytorch_model*.bin": _PICKLE,
     "*.bin": _PICKLE,
     "*.pt": _PICKLE,
     "*.pth": _PICKLE,
 }
-_LOOKED_AT, _NAMED = 1000, 3  # folders below a path that is no checkpoint
+_SEARCHED, _NAMED = 1000, 3  # folders below a path without a checkpoint
 
 
 def other_weights(root: Path) -> str | None:
-    """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
-    if (found := _found(root)) is not None:
+    """Describes weights in another format than safetensors with an index, and the next step, or None without any."""
+    if (found := _find_other_weights(root)) is not None:
         return _OTHER_WEIGHTS[found[0]].format(found[1], root)
     if (root / "original").is_dir():
-        return (
-            "only original/ holds weights, in the format of the model's authors: "
-            "download the *.safetensors next to it too"
-        )
+        return "only original/ has weights, in the format of the model's authors: also download the *.safetensors"
     return None
 
 
 def refuse_other_format(root: Path) -> None:
-    """Raises UnsupportedError where a directory without an index holds weights, and none as a model's safetensors."""
-    found = None if any(os.path.lexists(root / one) for one in (_INDEX, _SINGLE)) else _found(root)
+    """Raises UnsupportedError if a directory has only weights in another format."""
+    found = None if any(os.path.lexists(root / one) for one in (_INDEX, _SINGLE)) else _find_other_weights(root)
     if found is not None and found[0] != _SHARDS:
         advice = _OTHER_WEIGHTS[found[0]].format(found[1], root)
         raise UnsupportedError(f"{root} has neither {_INDEX} nor {_SINGLE}", advice)
 
 
 def has_shards(root: Path) -> bool:
-    """Whether a directory holds safetensors as transformers names them, or their index."""
+    """Whether a directory has safetensors with transformers' names, or their index."""
     others = (_ADAPTER_FILE, "consolidated*")
     names = (path.name for path in root.glob(_SHARDS))
     return (root / _INDEX).exists() or any(not any(fnmatch(name, other) for other in others) for name in names)
 
 
 def _hint_for_file(path: Path) -> str:
-    """What to do about a file that was given instead of a directory."""
+    """The next step after a file was given instead of a directory."""
     for pattern, advice in _OTHER_WEIGHTS.items():
         if pattern != _SHARDS and fnmatch(path.name, pattern):
             return advice.format(path.name, path.parent)
@@ -100,19 +97,19 @@ def _hint_for_file(path: Path) -> str:
 
 
 def _hint_below(root: Path) -> str | None:
-    """The checkpoints of one or two folders further down, as advice; None where there is none."""
+    """Advice to give a checkpoint one or two folders further down, or None if there is none."""
 
     def is_checkpoint(folder: Path) -> bool:
         marked = any((folder / mark).exists() for mark in (".metadata", _INDEX, _SINGLE))
-        return marked or ((found := _found(folder)) is not None and found[0] != "model_config.yaml")
+        return marked or ((found := _find_other_weights(folder)) is not None and found[0] != "model_config.yaml")
 
-    folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _LOOKED_AT)
+    folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _SEARCHED)
     found = sorted(str(one) for one in folders if is_checkpoint(one))
     return f"a checkpoint is further down: give {' or '.join(found[:_NAMED])}" if found else None
 
 
-def _found(root: Path) -> tuple[str, str] | None:
-    """The first of _OTHER_WEIGHTS that matches, and the name of a file; an adapter beside shards does not count."""
+def _find_other_weights(root: Path) -> tuple[str, str] | None:
+    """The first pattern of _OTHER_WEIGHTS that matches, and a file's name; ignores an adapter next to shards."""
     shards = [path.name for path in sorted(root.glob(_SHARDS)) if path.name != _ADAPTER_FILE]
     for pattern, advice in _OTHER_WEIGHTS.items():
         files = sorted(path.name for path in root.glob(pattern))
@@ -125,11 +122,11 @@ MANIFEST = "ckptkit.json"
 SIGNATURE_ENDING = ".sig"
 TRACKER = "latest_checkpointed_iteration.txt"
 _BACKEND = "metadata.json"
-_BESIDE = (MANIFEST, MANIFEST + SIGNATURE_ENDING, "hf", "carried")  # what ckptkit keeps beside an iteration
+_NEXT_TO_ITERATION = (MANIFEST, MANIFEST + SIGNATURE_ENDING, "hf", "carried")  # files and folders of ckptkit
 _MAX_TRACKER = 256  # bytes
 _MAX_DIGITS = 18  # of an iteration
 ITERATION = re.compile(r"iter_\d{7}")
-VERSION = re.compile(r"weight_v(\d{6,12})")  # a weight update that slime, miles or vime published, with its number
+VERSION = re.compile(r"weight_v(\d{6,12})")  # a published weight update of slime, miles or vime, with its number
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
@@ -139,7 +136,7 @@ LOADED = frozenset(
         *("config.json", "generation_config.json", "adapter_config.json", "params.json", "metadata.json"),
         *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-        # What a class of tokenizers reads besides its vocabulary. Source: transformers 5.12, each `VOCAB_FILES_NAMES`.
+        # Files of tokenizer classes in addition to vocabularies. Source: transformers 5.12, each `VOCAB_FILES_NAMES`.
         *("normalizer.json", "byte_maps.json", "emoji.json", "entity_vocab.json", "word_shape.json"),
         *("word_pronunciation.json", "bpe.codes", "dict.txt"),
         *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "chat_template.json", "chat_template.jinja"),
@@ -152,7 +149,7 @@ LOADED = frozenset(
 _CODE = ".py"
 _LOADED_ENDINGS = (".jinja", _CODE, ".model", ".tiktoken", ".spm")
 _LOADED_FOLDERS = (ADDITIONAL_TEMPLATES, "custom_generate")
-# As a Path leaves it: made absolute, and of its slashes one.
+# A URL converted to a Path: made absolute, with one slash.
 _URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)
 
 Kind = Literal["hf", "megatron", "deltas"]
@@ -183,8 +180,8 @@ class OfKind:
 class Location(OfKind):
     """A checkpoint found by `locate`.
 
-    `path` holds the weights; `root` is what the user gave or, for Megatron, the directory with the tracker.
-    `remote` lists the files of an HF directory at a URL; `path` then has its small files and the headers of its shards.
+    `path` has the weights; `root` is the user's path or, for Megatron, the directory with the tracker. `remote` lists
+    the files of an HF directory at a URL; `path` then has copies of its small files and headers.
     """
 
     kind: Kind
@@ -194,78 +191,72 @@ class Location(OfKind):
 
     @property
     def directory(self) -> Directory:
-        """What holds the weights."""
+        """The directory of the weights."""
         return Directory(self.path, self.remote)
 
     @property
     def legacy(self) -> bool:
-        """Whether these are Megatron's files of one rank each (`mp_rank_*`), from before torch_dist."""
+        """Whether these are Megatron's older files of one rank each (`mp_rank_*`)."""
         return self.is_megatron and is_legacy(self.path)
 
 
 def locate(path: str | Path | Directory) -> Location:
-    """The kind of checkpoint at `path`. Raises CkptkitError if none or ambiguous, and as `require_own_files`."""
+    """The checkpoint at `path`. Raises CkptkitError if none or ambiguous, and like `require_own_files`."""
     if isinstance(path, Directory):
         return replace(locate(path.path), remote=path.remote)
-    location = _located(path)
+    location = _find_checkpoint(path)
     require_own_files(path)
     return location
 
 
 def require_own_files(path: str | Path) -> None:
-    """Raises CkptkitError as `files_below` for what is read of the checkpoint at `path`, whole or not.
-
-    Of a Megatron root that is the iteration of its tracker, not the other ones and not what a run keeps there.
-    """
+    """Raises CkptkitError like `files_below` for the files to read at `path`; in a Megatron root, of one iteration."""
     root = Path(path).absolute()
     if not root.is_dir():
         return
     around, folders = root.parent, [root]
     if os.path.lexists(root / TRACKER) or is_nemo(root):
-        around, folders = root, [root / name for name in (TRACKER, "context", "weights", *_BESIDE)]
-        with suppress(MissingError, DamagedError, UsageError, UnsupportedError):  # what reads it says so
+        around, folders = root, [root / name for name in (TRACKER, "context", "weights", *_NEXT_TO_ITERATION)]
+        with suppress(MissingError, DamagedError, UsageError, UnsupportedError):  # raised again when it is read
             iteration_of(root)
-    elif VERSION.fullmatch(root.name):  # those before it are read too
+    elif VERSION.fullmatch(root.name):  # earlier versions are also read
         folders += [folder for folder in around.iterdir() if VERSION.fullmatch(folder.name)]
     elif any((root / name).exists() for name in (".metadata", _BACKEND)) or is_legacy(root):
-        folders += [around / name for name in _BESIDE]
+        folders += [around / name for name in _NEXT_TO_ITERATION]
     for folder in folders:
         files_below(folder, None if folder == root else around)
 
 
-def _located(path: str | Path) -> Location:
-    given, root = Path(path), Path(path).absolute()
+def _find_checkpoint(path: str | Path) -> Location:
+    shown, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():
-        # One of two words may be a model's name on the Hub.
+        # `ORG/NAME` may be a model on the Hub.
         name = f"hf://{root.parent.name}/{root.name}"
-        of_hub = f"; of the Hugging Face Hub it is {name}, which inspect, convert and quantize read"
+        on_hub = f", or give {name}, which inspect, convert and quantize read from the Hugging Face Hub"
         is_name = root.parent.parent == Path.cwd() and not root.parent.exists()
-        raise MissingError(f"{given} does not exist", f"check the path{of_hub if is_name else ''}")
+        raise MissingError(f"{shown} does not exist", f"check the path{on_hub if is_name else ''}")
     if not root.is_dir():
-        raise CkptkitError(f"{given} is a file, not a checkpoint directory", _hint_for_file(given))
+        raise CkptkitError(f"{shown} is a file, not a checkpoint directory", _hint_for_file(shown))
     if (root / TRACKER).exists() or is_nemo(root):
         return Location("megatron", iteration_of(root), root)
     is_hf = (root / "config.json").exists()
     if root.name == "original" and (root.parent / "config.json").exists():
-        raise CkptkitError(
-            f"{given} holds the model in the format of its authors", f"give the HF directory around it: {given.parent}"
-        )
-    if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf):
-        return Location("megatron", root, root.parent)
-    if is_legacy(root):
+        message = f"{shown} holds the model in the format of its authors"
+        raise CkptkitError(message, f"give the HF directory around it: {shown.parent}")
+    if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf) or is_legacy(root):
         return Location("megatron", root, root.parent)
     if is_deltas(root):
         return Location("deltas", root, root)
     if is_hf or has_shards(root):
         return Location("hf", root, root)
-    raise MissingError(f"{given} holds no checkpoint", _why_not(root))
+    raise MissingError(f"{shown} holds no checkpoint", _why_not(root))
 
 
 def is_loaded(relative: Path) -> bool:
-    """Whether loaders read a file of an HF directory, relative to it, besides weights: settings, templates, code.
+    """Whether loaders read a file (relative to an HF directory) in addition to weights: settings, templates, code.
 
-    An `auto_map` may name code in a folder (`pkg/modeling.Model`), but not in a hidden one: its name has no other dot.
+    `auto_map` may name code in a folder (`pkg/modeling.Model`), but not in a hidden one.
     Source: transformers 5.12 `dynamic_module_utils.py` (`get_class_from_dynamic_module`).
     """
     *folders, name = relative.parts
@@ -277,23 +268,21 @@ def is_loaded(relative: Path) -> bool:
 
 
 def refuse_url(path: str | Path) -> None:
-    """Raises CkptkitError for a URL, or what a Path leaves of one, unless a file or directory has that name."""
+    """Raises CkptkitError for a URL, or one converted to a Path, unless a file or directory has that name."""
     if (url := _URL.search(str(path))) and not Path(path).exists():
         hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
         raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
 
 
 def refuse_hf(hf: str | Path | None, path: str | Path) -> None:
-    """Raises UsageError when an HF directory is given beside what lies at `path`, which is HF itself."""
+    """Raises UsageError if `--hf` is given for an HF checkpoint at `path`."""
     if hf:
-        raise UsageError(
-            "--hf gives the config of a Megatron checkpoint, and has no effect here",
-            f"leave it out: {path} is an HF checkpoint",
-        )
+        message = "--hf gives the config of a Megatron checkpoint, and has no effect here"
+        raise UsageError(message, f"leave it out: {path} is an HF checkpoint")
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether an iteration's directory holds one directory a rank and is not a torch_dist checkpoint."""
+    """Whether an iteration's directory has one directory per rank and is not a torch_dist checkpoint."""
     return (
         path.is_dir()
         and not (path / ".metadata").exists()
@@ -302,62 +291,58 @@ def is_legacy(path: Path) -> bool:
 
 
 def is_deltas(root: Path) -> bool:
-    """Whether a directory without config.json is a published weight update, or holds such."""
+    """Whether a directory without config.json is a published weight update, or contains one."""
     if (root / "config.json").exists():
         return False
-    if VERSION.fullmatch(root.name):
-        return True
-    return root.is_dir() and any(VERSION.fullmatch(entry.name) for entry in root.iterdir())
+    is_version = VERSION.fullmatch(root.name) is not None
+    return is_version or (root.is_dir() and any(VERSION.fullmatch(entry.name) for entry in root.iterdir()))
 
 
 def is_nemo(root: Path) -> bool:
-    """Whether this is a checkpoint of NeMo 2: Megatron's weights and what made them, in a folder each."""
+    """Whether this is a checkpoint of NeMo 2, with Megatron's weights and the training's context in two folders."""
     return (root / "context").is_dir() and any((root / "weights" / name).exists() for name in (".metadata", _BACKEND))
 
 
 def iteration_of(root: Path) -> Path:
-    """The directory of weights of a Megatron root or iteration. Raises as `tracked_iteration`, and for zarr."""
+    """The directory of weights of a Megatron root or iteration. Raises like `tracked_iteration`, and for zarr."""
     if (root / TRACKER).exists():
         return tracked_iteration(root)
     if not is_nemo(root):
         return root
     if not (root / "weights" / ".metadata").exists():
-        hint = (
-            "load it with its own NeMo and save it as torch_dist (zarr was its format before 2.1), or export it to HF"
-        )
+        hint = "save it as torch_dist with its NeMo (before 2.1 the format was zarr), or export it to HF"
         raise UnsupportedError(f"{root} is a NeMo 2 checkpoint with weights in another format than torch_dist", hint)
     return root / "weights"
 
 
 def tracked_iteration(root: Path) -> Path:
-    """The directory that the tracker of a Megatron root names.
+    """The directory named by the tracker of a Megatron root.
 
-    Raises CkptkitError if missing, as `files_below`, and for the root of a run of verl or a save of miles' FSDP
-    trainer.
+    Raises CkptkitError if missing, like `files_below`, and for the root of a verl run or a save of miles' FSDP trainer.
     """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
-        raise DamagedError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
+        raise DamagedError(f"{root / TRACKER} contains {text!r}", "write `release` or an iteration number into it")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not path.is_dir():
-        missing = f"{root / TRACKER} says {text!r}, but {path.name}/ is not there"
+        missing = f"{root / TRACKER} contains {text!r}, but {path.name}/ is missing"
         if (step := root / f"global_step_{text}").is_dir():
             raise UsageError(missing, f"this is a run of verl: {_hint_below(step) or f'look into {step}'}")
-        raise MissingError(missing, "the save was cut short, or the directory was moved")
+        raise MissingError(missing, "the save was interrupted, or the directory was moved")
     files_below(path, root)
     if (path / "model" / ".metadata").exists() and not (path / ".metadata").exists():
-        hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and give what that writes"
+        hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and give the result"
         raise UnsupportedError(f"{path} was saved by miles' FSDP trainer, not by Megatron", hint)
     return path
 
 
 def tracker_text(root: Path) -> str:
-    """What the tracker of a Megatron root says. Raises CkptkitError where it cannot be read or is a link out of it."""
+    """The contents of a Megatron root's tracker. Raises CkptkitError if it is unreadable or a link to the outside."""
     files_below(root / TRACKER, root)
     try:
         return read_regular(root / TRACKER, _MAX_TRACKER).decode(errors="replace").strip()
     except OSError as error:
-        hint = "it must be a file that says `release` or an iteration number"
+        hint = "it must be a file with `release` or an iteration number"
         raise CkptkitError(f"{root / TRACKER}: {error.strerror}", hint) from error
 
 
@@ -372,17 +357,15 @@ def _why_not(root: Path) -> str:
 
 
 def tracker_fault(checkpoint: Path) -> str | None:
-    """Why a trainer that is told the root would not load the checkpoint in it; None where it would.
+    """Why a trainer that loads the root would not load this checkpoint in it, or None.
 
     Source: `read_metadata` and `get_checkpoint_name` in Megatron-LM's `megatron/training/checkpointing.py`.
     """
     tracker = checkpoint.parent / TRACKER
     if not tracker.is_file():
-        return f"{tracker} is not there, so Megatron-LM would start from random weights"
+        return f"{tracker} is missing, so Megatron-LM would start from random weights"
     text = tracker.read_text(errors="replace").strip()
     if text != "release" and not text.isdecimal():
-        return f"{tracker} says {text[:40]!r}, which is neither release nor an iteration, so Megatron-LM would stop"
+        return f"{tracker} contains {text[:40]!r}, neither release nor an iteration, so Megatron-LM would stop"
     name = text if text == "release" else f"iter_{int(text):07d}"
-    if name != checkpoint.name:
-        return f"{tracker} says {text}, so Megatron-LM would load {name} instead"
-    return None
+    return None if name == checkpoint.name else f"{tracker} contains {text}, so Megatron-LM would load {name} instead"

@@ -13,22 +13,19 @@ from ckptkit.storage.write import WrittenFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
+FILE_BYTES = 5_000_000_000  # the default size of a file
 _PARTS, _LEAST_BYTES = 8, 500_000_000
 Digests = Mapping[str, TensorDigest]
 Piece = Callable[[int, int], memoryview]
 
 
 def part_bytes(nbytes: int) -> int:
-    """Bytes of a file, an eighth of the weights (500 MB to 5 GB): a run that is cut off keeps finished files."""
+    """Bytes of a file, an eighth of the weights (500 MB to 5 GB): an interrupted run keeps finished files."""
     return min(max(nbytes // _PARTS, _LEAST_BYTES), FILE_BYTES)
 
 
 class Files(Protocol):
-    """The files of a checkpoint to write, as data: where each byte will lie follows from the tensors' specs alone.
-
-    So any number of threads, processes and machines may write them, and what they write is always the same.
-    """
+    """The files to write, as data: specs determine every position, so that any threads and machines can write them."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -36,22 +33,22 @@ class Files(Protocol):
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """Which tensors stand in which file; files are relative to the checkpoint's root."""
+        """The tensors of each file; files are relative to the checkpoint's root."""
 
     def size(self, file: str) -> int:
         """Bytes of a file."""
 
     def extra_bytes(self, file: str) -> tuple[int, bytes]:
-        """Where bytes of a file stand that belong to no tensor, and these bytes."""
+        """The offset and bytes of the part of a file that belongs to no tensor."""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes one tensor to its place in `file`, asking `piece` for its bytes in order, at most BUFFER at once."""
+        """Writes one tensor to its place in `file`; `piece` returns its bytes in order, at most BUFFER at once."""
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
-        """Reads the tensors of a file back. Raises CkptkitError where it is damaged."""
+        """Reads the tensors of a file back. Raises CkptkitError if it is damaged."""
 
     def prepare(self) -> None:
-        """Does what takes a while and can be done while files are written, for `finish` to be quick."""
+        """Does slow work for `finish` that can run while files are written."""
 
     def finish(self, root: Path) -> None:
-        """Writes what makes a checkpoint of the files when all are there: an index, metadata, a tracker."""
+        """Completes the checkpoint after all files are written: an index, metadata, a tracker."""

@@ -1,12 +1,13 @@
-"""The files of Megatron's legacy `torch` format: what every rank held, under the names of its own modules.
+"""The files of Megatron's legacy `torch` format: the state of every rank, with the names of its modules.
 
-`iter_N/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the training arguments and a state dict of the model chunks of
+`iter_N/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` has the training arguments and a state dict of the model chunks of
 tensor parallel rank TT, pipeline stage PPP and expert parallel rank EEE. PPP and EEE appear only if there are several.
 Source: Megatron-LM `training/checkpointing.py` (`get_checkpoint_name`, `save_checkpoint`, `generate_state_dict`).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved: its rank in each group, and the tensors of each of its model chunks by module name."""
+    """The file of one rank: its rank in each group, and the tensors of its model chunks by module name."""
 
     tp: int
     pp: int
@@ -39,7 +40,7 @@ class RankFile:
 
 
 class LegacyFiles:
-    """All rank files of an iteration. Raises CkptkitError when one is missing, damaged or from another save."""
+    """All rank files of an iteration. Raises CkptkitError if one is missing, damaged or from another save."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,47 +58,36 @@ class LegacyFiles:
     def _rank(self, entry: Path, file: SavedFile) -> RankFile:
         for name, value in _stamp_of(file).items():
             if value != self._stamp[name]:
-                first = sorted(other.name for other in self.path.iterdir() if LEGACY_RANK.fullmatch(other.name))[0]
-                raise DamagedError(
-                    f"{file.path} was saved with {name} {value}, {first} with {self._stamp[name]}",
-                    "two saves were mixed: copy one of them again",
-                )
+                first = min(other.name for other in self.path.iterdir() if LEGACY_RANK.fullmatch(other.name))
+                message = f"{file.path} was saved with {name} {value}, {first} with {self._stamp[name]}"
+                raise DamagedError(message, "two saves were mixed: copy one of them again")
         tp, pp, ep = self._place(entry)
         chunks = tuple(_chunk(file, content) for content in _models(file))
-        # The rest of the pickle (the optimizer) may be large, and is of no interest.
+        # The optimizer in the pickle may be large, and is not needed.
         file.forget()
         return RankFile(tp, pp, ep, file, chunks)
 
     def _place(self, entry: Path) -> tuple[int, int, int]:
-        """Tensor, pipeline and expert parallel rank of a directory; its name omits the latter two if of size 1."""
+        """Tensor, pipeline and expert parallel rank of a directory, which omits the latter two if of size 1."""
         numbers = [int(number) for number in entry.name.removeprefix("mp_rank_").split("_")]
         if len(numbers) == 1 + (self.sizes.pp > 1) + (self.sizes.ep > 1):
             pp = numbers[1] if self.sizes.pp > 1 else 0
             ep = numbers[-1] if self.sizes.ep > 1 else 0
             if numbers[0] < self.sizes.tp and pp < self.sizes.pp and ep < self.sizes.ep:
                 return numbers[0], pp, ep
-        raise DamagedError(
-            f"{entry} is not a rank of {self.sizes}, which the training arguments say",
-            "two saves were mixed: copy one of them again",
-        )
+        message = f"{entry} is not a rank of {self.sizes} in the training arguments"
+        raise DamagedError(message, "two saves were mixed: copy one of them again")
 
     def _check_complete(self) -> None:
-        there = {(rank.tp, rank.pp, rank.ep) for rank in self.ranks}
         for pp in range(self.sizes.pp):
-            held = {(tp, ep) for tp, stage, ep in there if stage == pp}
-            lost = [self._name(tp, pp, None) for tp in range(self.sizes.tp) if all(rank != tp for rank, _ in held)]
-            experts = {(self.etp_rank(tp), ep) for tp, ep in held}
-            lost += [
-                self._name(None, pp, ep)
-                for ep in range(self.sizes.ep)
-                for etp in range(self.sizes.etp)
-                if (etp, ep) not in experts
-            ]
+            found = {(rank.tp, rank.ep) for rank in self.ranks if rank.pp == pp}
+            lost = [self._name(tp, pp, None) for tp in range(self.sizes.tp) if all(rank != tp for rank, _ in found)]
+            experts = {(self.etp_rank(tp), ep) for tp, ep in found}
+            required = itertools.product(range(self.sizes.ep), range(self.sizes.etp))
+            lost += [self._name(None, pp, ep) for ep, etp in required if (etp, ep) not in experts]
             if lost:
-                raise MissingError(
-                    f"{self.path} lacks {', '.join(lost)}",
-                    f"the run was {self.sizes}; copy all of its mp_rank directories",
-                )
+                hint = f"the run was {self.sizes}; copy all of its mp_rank directories"
+                raise MissingError(f"{self.path} lacks {', '.join(lost)}", hint)
 
     def _name(self, tp: int | None, pp: int, ep: int | None) -> str:
         parts = [f"{tp:02d}" if tp is not None else "TT"]
@@ -106,80 +96,60 @@ class LegacyFiles:
         return f"mp_rank_{'_'.join(parts)}"
 
     def etp_rank(self, tp_rank: int) -> int:
-        """Rank in the experts' tensor parallel group: Megatron numbers a stage's ranks consecutively in both groups."""
+        """Rank in the experts' tensor parallel group; Megatron numbers a stage's ranks consecutively in both groups."""
         return tp_rank % self.sizes.etp
 
 
 def _args_of(file: SavedFile) -> Mapping[str, Any]:
     stored = file.content.get("args") if isinstance(file.content, dict) else None
     if stored is None or not hasattr(stored, "__dict__"):
-        raise DamagedError(
-            f"{file.path} holds no training arguments", "they say which layers a rank has; was it saved by Megatron-LM?"
-        )
-    if not is_bounded(found := dict(vars(stored))):
-        raise DamagedError(f"{file.path}: its training arguments have no end")
-    return found
+        hint = "they determine the layers of a rank; was it saved by Megatron-LM?"
+        raise DamagedError(f"{file.path} has no training arguments", hint)
+    if not is_bounded(args := dict(vars(stored))):
+        raise DamagedError(f"{file.path}: its training arguments are not bounded")
+    return args
 
 
-def _whole(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
+def _size(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
     value = args.get(name) if args.get(name) is not None else default
     if type(value) is not int or not 0 < value <= _MAX_RANKS:
-        raise CkptkitError(
-            f"{file.path}: the training argument {name} is {value!r}", "the file is damaged; copy it again"
-        )
+        message = f"{file.path}: the training argument {name} is {value!r}"
+        raise CkptkitError(message, "the file is damaged; copy it again")
     return value
 
 
 def _sizes_of(file: SavedFile) -> Sizes:
-    """Parallel sizes with Megatron's own defaults. Raises CkptkitError for those that no file name tells apart."""
+    """Parallel sizes with Megatron's defaults. Raises CkptkitError if file names do not distinguish the ranks."""
     args = _args_of(file)
-    tp, pp = (_whole(file, args, f"{kind}_model_parallel_size", None) for kind in ("tensor", "pipeline"))
-    sizes = Sizes(
-        tp,
-        pp,
-        _whole(file, args, "expert_model_parallel_size", 1),
-        _whole(file, args, "expert_tensor_parallel_size", tp),
-    )
+    tp, pp = (_size(file, args, f"{kind}_model_parallel_size", None) for kind in ("tensor", "pipeline"))
+    ep, etp = (_size(file, args, f"expert_{kind}_parallel_size", one) for kind, one in (("model", 1), ("tensor", tp)))
     if args.get("moe_extended_tp"):
-        raise CkptkitError(
-            f"{file.path}: --moe-extended-tp is not supported",
-            "save it with a Megatron that has --expert-tensor-parallel-size",
-            code="unsupported",
-        )
-    if sizes.tp % sizes.etp:
-        raise CkptkitError(
-            f"{file.path}: {sizes}: ranks of different expert shards have one file name",
-            "save it with --ckpt-format torch_dist",
-        )
+        hint = "save it with a Megatron that has --expert-tensor-parallel-size"
+        raise CkptkitError(f"{file.path}: --moe-extended-tp is not supported", hint, code="unsupported")
+    sizes = Sizes(tp, pp, ep, etp)
+    if tp % etp:
+        message = f"{file.path}: {sizes}: ranks of different expert shards have one file name"
+        raise CkptkitError(message, "save it with --ckpt-format torch_dist")
     return sizes
 
 
 def _stamp_of(file: SavedFile) -> dict[str, Any]:
-    """What all files of a save share. Raises CkptkitError unless q, k and v are in megatron-core's order."""
-    args = _args_of(file)
-    version = file.content.get("checkpoint_version", 0)
-    if version != 3.0:
-        raise CkptkitError(
-            f"{file.path}: checkpoint_version {version} is not supported",
-            "only 3.0 has q, k and v in the order that is known here",
-            code="unsupported",
-        )
-    return {
-        "iteration": file.content.get("iteration"),
-        "num_layers": args.get("num_layers"),
-        "parallel sizes": str(_sizes_of(file)),
-    }
+    """Values that all files of a save share. Raises CkptkitError unless q, k and v are in megatron-core's order."""
+    args, content = _args_of(file), file.content
+    if (version := content.get("checkpoint_version", 0)) != 3.0:
+        hint = "the order of q, k and v is only known for 3.0: save it with a Megatron-LM that writes 3.0"
+        raise CkptkitError(f"{file.path}: checkpoint_version {version} is not supported", hint, code="unsupported")
+    stamp = {"iteration": content.get("iteration"), "num_layers": args.get("num_layers")}
+    return {**stamp, "parallel sizes": str(_sizes_of(file))}
 
 
 def _models(file: SavedFile) -> list[Mapping[str, Any]]:
     """The state dict of each model chunk: under `model`, or `model0`, `model1` and so on."""
-    there = {key for key in file.content if re.fullmatch(r"model\d*", str(key))}
-    names = ["model"] if "model" in there else [f"model{index}" for index in range(len(there))]
-    if not there or there != set(names) or not all(isinstance(file.content[name], dict) for name in names):
-        raise CkptkitError(
-            f"{file.path} holds {', '.join(sorted(there)) or 'no model'}",
-            "expected `model`, or `model0`, `model1` and so on; copy it again",
-        )
+    found = {key for key in file.content if re.fullmatch(r"model\d*", str(key))}
+    names = ["model"] if "model" in found else [f"model{index}" for index in range(len(found))]
+    if not found or found != set(names) or not all(isinstance(file.content[name], dict) for name in names):
+        hint = "expected `model`, or `model0`, `model1` and so on; copy it again"
+        raise CkptkitError(f"{file.path} holds {', '.join(sorted(found)) or 'no model'}", hint)
     return [file.content[name] for name in names]
 
 
@@ -189,14 +159,11 @@ def _chunk(file: SavedFile, content: Mapping[str, Any]) -> dict[str, SavedTensor
         raise DamagedError(f"{file.path} has {problem}")
     for name, value in content.items():
         if isinstance(value, dict):
-            raise CkptkitError(
-                f"{file.path}: {name} is a dict of its own: a model from before megatron-core",
-                "convert it with Megatron-LM's tools/checkpoint first",
-            )
+            message = f"{file.path}: {name} is a dict, so the model is older than megatron-core"
+            raise CkptkitError(message, "convert it with Megatron-LM's tools/checkpoint first")
         if _LEGACY_GROUPED.fullmatch(name):
-            raise CkptkitError(
-                f"{file.path}: {name} holds all experts of a rank (GroupedMLP)", "save it with --ckpt-format torch_dist"
-            )
+            message = f"{file.path}: {name} holds all experts of a rank (GroupedMLP)"
+            raise CkptkitError(message, "save it with --ckpt-format torch_dist")
         if not name.endswith(_EXTRA):
             tensors[name] = file.tensor(value, name)
     return tensors

@@ -1,4 +1,4 @@
-"""Reads YAML by PyYAML's SafeLoader into mappings, lists and scalars with their line, within bounds."""
+"""Reads YAML with PyYAML's SafeLoader into mappings, lists and scalars with their line, within limits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-# Configurations are a few hundred lines; aliases can make a small file as large as a huge one.
+# Configurations have a few hundred lines, but aliases can expand a small file to any size.
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 64, 50_000
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
 _SAFE = yaml.constructor.SafeConstructor()
-# Other scalars, such as dates and those with a tag of Python's, are text.
+# Other scalars, such as dates and those with a Python tag, are text.
 _CONSTRUCTORS: dict[str, Callable[[yaml.Node], Any]] = {
     f"{_TAG}null": _SAFE.construct_yaml_null,
     f"{_TAG}bool": _SAFE.construct_yaml_bool,
@@ -34,10 +34,7 @@ Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Scalar"
 
 
 def parse(text: str) -> Tree:
-    """The tree of a YAML document; empty text is an empty mapping.
-
-    Raises ValueError for text that is not YAML, has a second document, a key twice, or is past a bound of this module.
-    """
+    """The tree of a YAML document. Raises ValueError for invalid YAML, repeated keys, or exceeded limits."""
     try:
         depth = 0
         for event in yaml.parse(text, Loader=_LOADER):  # `compose` recurses without a limit
@@ -54,7 +51,7 @@ def parse(text: str) -> Tree:
 
 
 def values(tree: Tree) -> Any:
-    """The tree with the values of its scalars."""
+    """The tree with values instead of scalars."""
     if isinstance(tree, dict):
         return {key: values(one) for key, one in tree.items()}
     return [values(one) for one in tree] if isinstance(tree, list) else tree.value
@@ -70,7 +67,7 @@ def _tree(node: yaml.Node, depth: int, count: Iterator[int]) -> Tree:
         return Scalar(node.value, construct(node) if construct else node.value, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         return [_tree(item, depth + 1, count) for item in node.value]
-    # Keys under `<<` come behind the mapping's own keys and behind those of a later `<<`, as in PyYAML.
+    # Keys under `<<` come after the mapping's own keys and those of a later `<<`, like in PyYAML.
     tree: dict[str, Tree] = {}
     merged: list[list[Tree]] = []
     for key, item in node.value:

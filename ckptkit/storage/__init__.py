@@ -1,1 +1,1 @@
-"""Bytes on disks and at URLs: reading, writing, digests and locks, whatever the bytes mean."""
+"""Bytes on disks and at URLs: reading, writing, digests and locks."""

@@ -1,4 +1,4 @@
-"""BLAKE3 of a tensor: what manifests hold, and what tells that a file written earlier is still whole."""
+"""BLAKE3 digests of tensors, for manifests and for verifying files of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEX = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """One tensor: dtype as torch spells it without `torch.`, shape, and the BLAKE3 of its bytes in hexadecimal."""
+    """dtype (torch's name without `torch.`) and shape of a tensor, and the BLAKE3 of its bytes in hexadecimal."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,17 +31,12 @@ class TensorDigest:
 
     @classmethod
     def parse(cls, entry: Any) -> TensorDigest | None:
-        """What `to_json` wrote; None for anything else."""
+        """Parses the result of `to_json`. Returns None for anything else."""
         if not isinstance(entry, list) or len(entry) != 3:
             return None
         dtype, shape, digest = entry
-        sound = (
-            isinstance(dtype, str)
-            and isinstance(shape, list)
-            and all(type(size) is int for size in shape)
-            and is_blake3(digest)
-        )
-        return cls(dtype, tuple(shape), digest) if sound else None
+        has_shape = isinstance(shape, list) and all(type(size) is int for size in shape)
+        return cls(dtype, tuple(shape), digest) if has_shape and isinstance(dtype, str) and is_blake3(digest) else None
 
     def to_json(self) -> list[Any]:
         """`[dtype, shape, BLAKE3]`."""

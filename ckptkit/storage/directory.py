@@ -1,4 +1,4 @@
-"""A directory to read: on this machine, or at a URL, with its small files and headers of shards copied here."""
+"""A directory to read: local, or at a URL with local copies of its small files and headers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptkit.storage.url import Store
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of `size` bytes in the directory at `url`. Plain data: threads and processes may share it."""
+    """A file of `size` bytes in the directory at `url`; threads and processes can share this data."""
 
     url: str
     name: str
     size: int
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` from `offset` on. Returns how many bytes came. Raises CkptkitError as `Store` does."""
+        """Fills `buffer` from `offset` on. Returns the number of bytes. Raises CkptkitError like `Store`."""
         return Store(self.url).read_into(self.name, buffer, offset)
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is at `url`: the size of each file, and a text that is another one when the file was written again."""
+    """The files at `url`: the size of each, and a text that changes when the file is written."""
 
     url: str
     sizes: Mapping[str, int]
@@ -36,7 +36,7 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store) -> Listing:
-        """What is there now. Raises CkptkitError as `Store` does."""
+        """The current listing. Raises CkptkitError like `Store`."""
         files = store.files()
         sizes = {name: int(entry["size"]) for name, entry in files.items()}
         versions = {name: json.dumps(entry, sort_keys=True, default=str) for name, entry in files.items()}
@@ -45,7 +45,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Directory:
-    """Files at `path`. With `remote` they are copies of what is at a URL, where every shard ends after its header."""
+    """Files at `path`, or with `remote` copies of files at a URL, and only the headers of shards."""
 
     path: Path
     remote: Listing | None = None
@@ -58,15 +58,15 @@ class Directory:
         return Store(self.remote.url).at(name) if self.remote else str(self.path / name)
 
     def remote_file(self, name: str) -> RemoteFile | None:
-        """The file at the URL, of no bytes if there is none; None in a directory of this machine."""
+        """The file at the URL, with size 0 if missing, or None for a local directory."""
         return RemoteFile(self.remote.url, name, self.remote.sizes.get(name, 0)) if self.remote else None
 
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises OSError."""
+        """Size of a file in bytes. Raises OSError."""
         remote = self.remote_file(name)
         return remote.size if remote else (self.path / name).stat().st_size
 
 
 def directory(path: str | Path | Directory) -> Directory:
-    """What is at a path of this machine; a Directory as it is."""
+    """The directory at a local path; a Directory is returned unchanged."""
     return path if isinstance(path, Directory) else Directory(Path(path))

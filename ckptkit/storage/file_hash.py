@@ -1,4 +1,4 @@
-"""Hashes a file whose bytes come by in pieces, from several threads and in about the order of the file."""
+"""Hashes a file from pieces that several threads read, approximately in file order."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from ckptkit.storage.regular import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 22  # bytes that are read at a time
-_AHEAD = 128 << 20  # bytes of pieces that wait for those before them
+_PIECE = 1 << 22  # bytes to read at a time
+_AHEAD = 128 << 20  # bytes of pieces that wait for earlier ones
 
 
 class FileHash:
-    """Whether a file has the hash `expected`, in hexadecimal: SHA-256, or SHA-1 of 40 digits.
-
-    A SHA-1 may be git's, of a blob of these bytes, or of the bytes alone. `begin`: where the first piece begins; what
-    stands before it is read from the file, as are pieces that never come.
-    """
+    """Checks the SHA-256 of a file, or the SHA-1 of its bytes or git blob. `begin`: position of the first piece."""
 
     def __init__(self, path: Path, expected: str, begin: int = 0) -> None:
         self.path, self.expected = path, expected
@@ -38,7 +34,7 @@ class FileHash:
         self._changed = Condition()
 
     def add(self, offset: int, piece: Tensor) -> None:
-        """Takes contiguous bytes, once; waits while too many wait for another thread. Raises OSError."""
+        """Adds contiguous bytes, once; blocks while too many wait for another thread. Raises OSError."""
         with self._changed:
             while self._busy and self._ahead and self._ahead + piece.nbytes > _AHEAD:
                 self._changed.wait()
@@ -52,22 +48,19 @@ class FileHash:
                 return
             self._busy = True
         try:
-            self._drain()
+            if self._done < self._begin:
+                self._read(self._begin)
+            while (following := self._next()) is not None:
+                self._update(bytes_of(following))
+                self._done += following.nbytes
         except BaseException:
-            with self._changed:  # others may wait for this thread
+            with self._changed:  # other threads may wait for this one
                 self._busy = False
                 self._changed.notify_all()
             raise
 
-    def _drain(self) -> None:
-        if self._done < self._begin:
-            self._read(self._begin)
-        while (following := self._next()) is not None:
-            self._update(bytes_of(following))
-            self._done += following.nbytes
-
     def _next(self) -> Tensor | None:
-        """The piece that follows; None where it has not come, and whoever brings it hashes it."""
+        """The next piece, or None if another thread will add and hash it."""
         with self._changed:
             piece = self._waiting.pop(self._done, None)
             if piece is None:
@@ -79,18 +72,18 @@ class FileHash:
 
     @property
     def unread(self) -> int:
-        """Bytes that did not come by."""
+        """Bytes that are not hashed yet."""
         return self.size - self._done
 
     def finish(self) -> bool:
-        """Reads what did not come by. Returns whether the hash is the one expected. Raises OSError."""
+        """Reads the missing bytes. Returns whether the file has the expected hash. Raises OSError."""
         self._waiting.clear()
         self._read(self.size)
         return any(one.hexdigest() == self.expected for one in self._hashes)
 
     @property
     def actual(self) -> str:
-        """The hash of what has come by."""
+        """The hash of the bytes so far."""
         return self._hashes[0].hexdigest()
 
     def _read(self, end: int) -> None:

@@ -1,4 +1,4 @@
-"""Tells whether files are those that were seen before, without reading them."""
+"""Detects changed files without reading them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.directory import Directory, directory
 
-# Whether a file counts, by its path relative to the folder that is watched.
+# Whether to include a file, by its path relative to the folder.
 Counts = Callable[[Path], bool]
 
 
 def fingerprint(
     folders: Iterable[Path | Directory], counts: Counts = lambda _: True, *, is_strict: bool = False
 ) -> str:
-    """SHA-256 over path, size and last change of each file below these folders that `counts`.
-
-    `is_strict`: also over the time that no program can set (ctime), which a copy with its times does not share.
-    At a URL it is over what the store says of all files.
-    """
+    """SHA-256 over path, size and mtime (and ctime if `is_strict`) of files that `counts`; for URLs over listings."""
     digest = hashlib.sha256()
     for folder in map(directory, folders):
         if folder.remote is not None:
             digest.update(json.dumps([folder.remote.url, sorted(folder.remote.versions.items())]).encode())
             continue
         for path in sorted(Path(parent, name) for parent, _, names in os.walk(folder.path) for name in names):
-            # A file that is removed while others are looked at is not there.
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # removed in the meantime
                 if not counts(path.relative_to(folder.path)) or not path.is_file():
                     continue
                 found = path.stat()
@@ -41,15 +36,15 @@ def fingerprint(
 
 
 class ChangedError(CkptkitError):
-    """What was being read has been written meanwhile."""
+    """Files were written while they were read."""
 
     code = "changed"
     resumable = False
 
 
 @contextmanager
-def unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
-    """Raises ChangedError if a file below these folders that `counts` changed meanwhile, also after an error."""
+def require_unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
+    """Raises ChangedError if a file below these folders that `counts` changes during the block, also after an error."""
     watched = list(folders)
     before = fingerprint(watched, counts)
     try:

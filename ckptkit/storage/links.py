@@ -1,4 +1,4 @@
-"""Links that lead nowhere: what a snapshot of the Hugging Face Hub's cache is when its blobs are gone."""
+"""Broken links, for example in a snapshot of the Hugging Face Hub's cache without its blobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SHOWN = 3
 
 
 def target_of(path: Path) -> str | None:
-    """The target of a link at `path` that leads nowhere; None for anything else."""
+    """The target of a broken link at `path`, or None for anything else."""
     return os.readlink(path) if path.is_symlink() and not path.exists() else None
 
 
 def dangling_in(root: Path, within: Path | None = None) -> Mapping[str, str]:
-    """The links below a directory that lead nowhere, with their targets. Raises CkptkitError as `files_below`."""
+    """The broken links below a directory, with their targets. Raises CkptkitError like `files_below`."""
     found = {str(file): target_of(root / file) for file in files_below(root, within)}
     return {name: target for name, target in found.items() if target is not None}
 
@@ -34,31 +34,31 @@ def format_links(links: Mapping[str, str]) -> str:
 
 
 def why_unreadable(path: Path, error: OSError) -> str:
-    """Why a file cannot be opened, in words."""
+    """The reason why a file cannot be opened."""
     target = target_of(path)
-    return str(error.strerror) if target is None else f"a link to {target}, where nothing is"
+    return str(error.strerror) if target is None else f"a link to {target}, which does not exist"
 
 
 def next_move(path: Path, otherwise: str) -> str:
-    """What to do about a file that cannot be opened: `otherwise`, unless it is a link that leads nowhere."""
+    """The next step for a file that cannot be opened: `otherwise`, unless it is a broken link."""
     return otherwise if target_of(path) is None else fetch_again(path.parent)
 
 
 def absent(path: Path) -> str:
-    """That a file is not in its directory, or is there as a link that leads nowhere."""
+    """Describes a file that is missing in its directory, or a broken link."""
     target = target_of(path)
-    return f"no {path.name} in it" if target is None else f"its {path.name} is a link to {target}, where nothing is"
+    return f"no {path.name} in it" if target is None else f"its {path.name} is a link to {target}, which does not exist"
 
 
 def snapshot_of(root: Path) -> tuple[str, str] | None:
-    """Model (`ORG/NAME`) and revision of a directory that is a snapshot in the hub's cache; None where it is none."""
-    found = _SNAPSHOT.fullmatch(str(root.absolute()))
-    return None if found is None else (found[1].replace("--", "/", 1), found[2])
+    """Model (`ORG/NAME`) and revision of a snapshot in the hub's cache, or None for another directory."""
+    match = _SNAPSHOT.fullmatch(str(root.absolute()))
+    return match and (match[1].replace("--", "/", 1), match[2])
 
 
 def fetch_again(root: Path) -> str:
-    """How to get the files behind links that lead nowhere."""
-    if (found := snapshot_of(root)) is None:
-        return "copy the files behind the links too (`cp -rL`), or download them again"
-    name, revision = found
-    return f"the blobs of this snapshot are gone: `hf download {name} --revision {revision}` fetches them again"
+    """The next step to get the targets of broken links."""
+    if (snapshot := snapshot_of(root)) is None:
+        return "copy the targets of the links too (`cp -rL`), or download them again"
+    name, revision = snapshot
+    return f"the blobs of this snapshot are missing: `hf download {name} --revision {revision}` fetches them again"

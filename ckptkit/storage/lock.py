@@ -1,10 +1,8 @@
-"""A lock file that one process at a time holds, on whatever machine it runs, and that no dead process holds.
+"""A lock file for one process at a time on any machine, which the kernel releases when the process dies.
 
-The file has the kernel's own lock (flock), which a process that is killed lets go. NFS has such locks on the server,
-Lustre where it is mounted with `flock`. Elsewhere the file itself is the lock, and after a crash must be removed.
-
-The library filelock does not replace this; 4.2 was tried. It raises on ENOLCK and EOPNOTSUPP, locks pipes and files of
-other programs, does not name the holder of a flock, and creates the file in order to see whether it is held.
+It uses flock, which NFS supports, and Lustre if mounted with `flock`. On file systems without locks, the file itself is
+the lock, and must be removed after a crash. filelock 4.2 is no replacement: it raises on ENOLCK and EOPNOTSUPP, locks
+pipes and files of other programs, does not name the holder of a flock, and creates the file to check it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -25,26 +23,26 @@ from ckptkit.storage.regular import kind_of
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _CONTENT = re.compile(r"ckptkit: (pid \d+ on .+)\n")
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is not followed, a pipe not waited for
-_TRIES = 5  # `check_free` of another process may have it for a moment
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not follow links or wait for pipes
+_TRIES = 5  # `check_free` of another process may hold the lock for a moment
 _PAUSE_S = 0.02
 _MAX_BYTES = 1000  # bytes of a lock file that are read
 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Holds the lock file `path` while the block runs. Raises CkptkitError when another run holds it."""
-    descriptor = _acquired(path)
+    """Holds the lock file `path` during the block. Raises CkptkitError if another run holds it."""
+    descriptor = _acquire(path)
     try:
         yield
     finally:
-        # Removed while it is held: who has opened it already finds no such file at its path, and tries again.
+        # Removed while locked: a process that has already opened it sees that it is not at its path, and tries again.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def check_free(path: Path) -> None:
-    """Raises CkptkitError, as `hold_lock` does, when another run holds the lock file `path`."""
+    """Raises CkptkitError, like `hold_lock`, if another run holds the lock file `path`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -59,35 +57,37 @@ def check_free(path: Path) -> None:
         os.close(descriptor)
 
 
-def _acquired(path: Path) -> int:
+def _acquire(path: Path) -> int:
     for left in reversed(range(_TRIES)):
-        descriptor, made = _opened(path)
+        descriptor, made = _open(path)
         try:
             _require_file(path, descriptor)
             outcome = _try(descriptor, fcntl.LOCK_EX)
             refused = outcome == "held" or (outcome == "no locks" and not made)
             if refused and not left:
                 raise _held(path, descriptor, outcome)
-            if not refused and _is_at(path, descriptor):
-                _write_holder(path, descriptor)
-                return descriptor
+            if not refused:
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor)):
+                        _write_holder(path, descriptor)
+                        return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
         time.sleep(_PAUSE_S)
-    raise CkptkitError(f"{path} comes and goes", "let nothing else start runs with this destination")
+    raise CkptkitError(f"{path} is repeatedly removed", "start no other runs with this destination")
 
 
 def _held(path: Path, descriptor: int, outcome: str) -> CkptkitError:
     hint = "wait until it has ended, or choose another destination"
     if outcome == "no locks":
         hint += f"; this file system has no locks: if that process is dead, remove {path}"
-    return CkptkitError(f"another run is writing there: {_words(path, descriptor)} holds {path}", hint)
+    return CkptkitError(f"another run is writing there: {_holder(path, descriptor)} holds {path}", hint)
 
 
-def _opened(path: Path) -> tuple[int, bool]:
-    """A descriptor of the lock file, and whether it was made just now."""
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor of the lock file, and whether it was just created."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644), True
     except FileExistsError:
@@ -107,15 +107,12 @@ def _require_file(path: Path, descriptor: int) -> None:
 
 
 def _unusable(path: Path, why: str | None) -> CkptkitError:
-    return CkptkitError(
-        f"{path}: {why}",
-        "it keeps two runs from writing to one destination: make its directory writable, "
-        "or remove what is in its place",
-    )
+    hint = "this lock file prevents two runs from writing to one destination: make its directory writable, or remove it"
+    return CkptkitError(f"{path}: {why}", hint)
 
 
 def _try(descriptor: int, kind: int) -> str:
-    """Asks for the lock without waiting: "ours", "held" by another, or "no locks" on this file system."""
+    """Requests the lock without waiting: "ours", "held" by another, or "no locks" on this file system."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -127,24 +124,16 @@ def _try(descriptor: int, kind: int) -> str:
     return "ours"
 
 
-def _words(path: Path, descriptor: int) -> str:
-    """Who has written the lock file. Raises CkptkitError when it is not a lock file, and must not be written over."""
+def _holder(path: Path, descriptor: int) -> str:
+    """The process in the lock file. Raises CkptkitError for another file, which must not be overwritten."""
     content = os.pread(descriptor, _MAX_BYTES, 0).decode(errors="replace")
     if content and not (found := _CONTENT.fullmatch(content)):
         raise _unusable(path, "is not a lock file of ckptkit")
     return found[1] if content and found else "a process that has just begun"
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file still is the one at the path."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _write_holder(path: Path, descriptor: int) -> None:
-    _words(path, descriptor)
+    _holder(path, descriptor)
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"ckptkit: pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,6 +1,6 @@
-"""Reads bytes of files, large pieces past the page cache where the file system allows it (open(2), O_DIRECT).
+"""Reads bytes of files; large pieces bypass the page cache if the file system allows it (open(2), O_DIRECT).
 
-A checkpoint is read once. Caching it costs the kernel a page for each 4 KiB, and the machine what it had cached before.
+A checkpoint is read once: caching it takes time, and displaces other cached files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckptkit.storage.regular import open_descriptor
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 4096  # offsets and sizes past the page cache are multiples of this
-LARGE = 1 << 20  # bytes of a piece from which on it is read past the page cache
+BLOCK = 4096  # direct I/O requires multiples of this as offsets and sizes
+LARGE = 1 << 20  # least bytes of a piece for direct I/O
 ARENA = 24 << 20  # bytes of memory of a FileReader
-# What file systems answer that cannot do without the page cache: tmpfs, some network and some stacked ones.
+# Errors of file systems without direct I/O: tmpfs, some network and some stacked ones.
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class InputFile:
-    """A file that is open for reading: large pieces that are not in the page cache are read past it."""
+    """A file open for reading: large pieces that are not in the page cache bypass it."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = open_descriptor(path)
@@ -51,7 +51,7 @@ class InputFile:
         return reopened(self._descriptor, os.O_RDONLY)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer`. Returns how many bytes there were: fewer where the file ends. Raises OSError."""
+        """Fills `buffer`. Returns the number of bytes, fewer at the end of the file. Raises OSError."""
         done = 0
         for begin, end in cuts(offset, len(buffer)):
             count = self._read_piece(buffer[begin:end], offset + begin, on_blocks=False)
@@ -61,8 +61,8 @@ class InputFile:
         return done
 
     def read_blocks(self, memory: memoryview, offset: int) -> int:
-        """As `read_into`, of memory and an offset that are on whole blocks: without a copy on the way."""
-        # Pieces of about BUFFER and of one size, so that none is small.
+        """Like `read_into`, for memory and an offset aligned to blocks, which avoids a copy."""
+        # Pieces of about BUFFER and equal size, so that none is small.
         done, pieces = 0, max(1, round(len(memory) / BUFFER))
         piece = _up_to_block(-(-len(memory) // pieces))
         while done < len(memory):
@@ -88,7 +88,7 @@ class InputFile:
         return done
 
     def _read_between(self, buffer: memoryview, offset: int) -> int:
-        """Reads past the page cache what begins and ends anywhere, through memory on whole blocks."""
+        """Reads unaligned bytes with direct I/O through aligned memory."""
         assert self._direct is not None
         target, begin, done = np.frombuffer(buffer, np.uint8), offset // BLOCK * BLOCK, 0
         blocks = new_buffer(min(BUFFER, _up_to_block(offset + len(buffer)) - begin))
@@ -106,13 +106,13 @@ class InputFile:
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> int:
-    """Fills `buffer` with bytes of a file. Returns how many there were: fewer where the file ends. Raises OSError."""
+    """Fills `buffer` with bytes of a file. Returns their number, fewer at the end of the file. Raises OSError."""
     with InputFile(path) as file:
         return file.read_into(buffer, offset)
 
 
 def read_new(wanted: ByteRange) -> Tensor:
-    """Bytes of a file in new memory, uint8 [bytes]: fewer where the file ends. Raises OSError."""
+    """Bytes of a file in new memory, uint8 [bytes]; fewer at the end of the file. Raises OSError."""
     nbytes = wanted.end - wanted.begin
     if nbytes < LARGE:
         import torch
@@ -124,7 +124,7 @@ def read_new(wanted: ByteRange) -> Tensor:
 
 
 class FileReader:
-    """A `Reader` with ARENA bytes of memory, which are used again for every `load` and `read`."""
+    """A `Reader` with ARENA bytes of memory, which every `load` and `read` reuses."""
 
     def __init__(self) -> None:
         self._loaded: list[tuple[Path, int, Tensor]] = []
@@ -134,7 +134,7 @@ class FileReader:
         return tensor_of(new_buffer(ARENA).data)
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
-        """Ranges that touch are read in one request."""
+        """Reads adjacent ranges in one request."""
         self._loaded = []
         runs = _runs(ranges)
         if sum(run.end - run.begin for run in runs) > ARENA:
@@ -152,7 +152,7 @@ class FileReader:
         return None
 
     def read(self, wanted: ByteRange) -> memoryview:
-        """Ranges that are too large for the memory are read into new memory."""
+        """Reads ranges that are too large for the memory into new memory."""
         self._loaded = []
         low, high = _blocks(wanted)
         memory = self._memory if high - low <= ARENA else tensor_of(new_buffer(high - low).data)
@@ -161,7 +161,7 @@ class FileReader:
 
 @dataclass(frozen=True)
 class FileExtent:
-    """An `Extent` of bytes that can be read piece by piece."""
+    """An `Extent` that can be read in pieces."""
 
     path: Path
     offset: int
@@ -169,7 +169,7 @@ class FileExtent:
     crc: int | None = None
 
     def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """Raises OSError, also where the file ends."""
+        """Raises OSError, also at the end of the file."""
         begin = self.offset + start
         found = reader.read(ByteRange(self.path, begin, begin + nbytes))
         if len(found) < nbytes:
@@ -178,7 +178,7 @@ class FileExtent:
 
 
 def _read_range(wanted: ByteRange, memory: Tensor) -> Tensor:
-    """Reads the blocks of a range into memory on whole blocks. Returns the range, or what the file has of it."""
+    """Reads the blocks of a range into aligned memory. Returns the range, shorter at the end of the file."""
     low, high = _blocks(wanted)
     with InputFile(wanted.path) as file:
         count = file.read_blocks(bytes_of(memory[: high - low]), low)
@@ -186,7 +186,7 @@ def _read_range(wanted: ByteRange, memory: Tensor) -> Tensor:
 
 
 def _runs(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """The whole blocks of these ranges, those that touch as one."""
+    """The blocks of these ranges, with adjacent ones joined."""
     runs: list[ByteRange] = []
     for wanted in sorted(ranges):
         low, high = _blocks(wanted)
@@ -205,7 +205,7 @@ def _up_to_block(nbytes: int) -> int:
 
 
 def reopened(descriptor: int, flags: int) -> int | None:
-    """The same open file past the page cache; None where that cannot be."""
+    """The same open file for direct I/O, or None if that is not supported."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT)
     except OSError as error:
@@ -219,10 +219,7 @@ _CACHESTAT = 451  # the number of cachestat(2) on every architecture, from Linux
 
 
 def _is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Whether at least half of these bytes lies in the page cache; False where the kernel does not say.
-
-    A read that would not wait (RWF_NOWAIT) cannot tell: where it finds nothing it has the kernel read ahead.
-    """
-    wanted, found = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()  # pages cached, dirty, and others
-    failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(found), 0)
-    return not failed and 2 * found[0] * mmap.PAGESIZE >= length
+    """Whether at least half of these bytes are cached (without cachestat: False). RWF_NOWAIT would read ahead."""
+    area, pages = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()  # cached, dirty, and other pages
+    failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(area), ctypes.byref(pages), 0)
+    return not failed and 2 * pages[0] * mmap.PAGESIZE >= length

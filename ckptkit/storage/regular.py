@@ -1,4 +1,4 @@
-"""Opens files that others wrote: regular ones only, so that no pipe or device is waited for, and never past a limit."""
+"""Opens untrusted files: only regular ones, because pipes and devices may block, and with a limit of their size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _KINDS = {
 
 
 def open_descriptor(path: Path) -> int:
-    """A descriptor for reading a regular file. Raises OSError, with EINVAL for anything else, which is not waited for.
-
-    It is looked at before, because to open a device may do something, and after, because it may be another by then.
-    """
+    """A descriptor for reading a regular file. Raises OSError, with EINVAL for anything else, without blocking."""
+    # Checked before opening, which affects some devices, and after, because the file may have been replaced.
     _require_regular(os.stat(path), path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -33,29 +31,28 @@ def open_descriptor(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, open for reading. Raises OSError as `open_descriptor`."""
+    """Opens a regular file for reading. Raises OSError like `open_descriptor`."""
     return open(open_descriptor(path), "rb")
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All of a regular file of at most `limit` bytes. Raises OSError, with EFBIG for a larger one."""
+    """The contents of a regular file of at most `limit` bytes. Raises OSError, with EFBIG for a larger one."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # Files of /proc may have nothing to give at the moment: reading then gives None.
-        # No more memory is asked for than the file has bytes, unless it grows or is one of /proc, which has no size.
+        # Files of /proc have size 0, and may return None. Allocate no more than the size, unless the file is larger.
         content = b"" if size > limit else file.read(size + 1) or b""
         if len(content) > size:
             content += file.read(limit + 1 - len(content)) or b""
     if max(size, len(content)) > limit:
-        raise OSError(errno.EFBIG, f"{max(size, len(content))} bytes, and at most {limit} are read", str(path))
+        raise OSError(errno.EFBIG, f"{max(size, len(content))} bytes, but at most {limit} are read", str(path))
     return content
 
 
-def kind_of(found: os.stat_result) -> str:
-    """What is not a regular file, in words."""
-    return _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
+def kind_of(entry: os.stat_result) -> str:
+    """The kind of something that is not a regular file."""
+    return _KINDS.get(stat.S_IFMT(entry.st_mode), "of another kind")
 
 
-def _require_regular(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, f"no regular file, but {kind_of(found)}", str(path))
+def _require_regular(entry: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(entry.st_mode):
+        raise OSError(errno.EINVAL, f"no regular file, but {kind_of(entry)}", str(path))

@@ -1,4 +1,4 @@
-"""Walks directories that others made: within bounds, and along links only where they stay in the checkpoint."""
+"""Walks untrusted directories: within limits, and along links only inside the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.regular import kind_of
 
-MAX_DEPTH = 64  # folders inside one another
+MAX_DEPTH = 64  # nested folders
 MAX_FILES = 1_000_000  # files and folders of a checkpoint
 _METADATA = ".metadata"  # the hidden file that is part of a checkpoint
 # Source: huggingface_hub, `file_download.py` (`repo_folder_name`, `_get_pointer_path`) and `utils/_shared_blobs.py`.
@@ -21,22 +21,21 @@ _SHARED_BLOB = re.compile(r"/blobs/([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
 class ForeignFileError(CkptkitError):
-    """A directory holds what is not a file of the checkpoint in it: a link out of it, a pipe, a socket or a device."""
+    """A directory contains a link to the outside, a pipe, a socket or a device."""
 
 
 def files_below(root: Path, within: Path | None = None) -> list[Path]:
-    """Every file below `root`, relative to it and sorted; none where there is no such directory.
+    """Every file below `root`, relative to it and sorted, or none if there is no such directory.
 
-    Hidden files are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None: `root`), and
-    from a snapshot of the hub's cache into its model's blobs; those that lead to nothing are listed. Raises
-    ForeignFileError for other links and special files, and CkptkitError for more than MAX_FILES files or folders deeper
-    than MAX_DEPTH.
+    Omits hidden files except Megatron's `.metadata`. Follows links inside `within` (default: `root`), and from a
+    snapshot of the hub's cache into its model's blobs; lists broken ones. Raises ForeignFileError for other links and
+    special files, and CkptkitError for more than MAX_FILES files or folders deeper than MAX_DEPTH.
     """
     bound = os.path.realpath(within or root)
     if within not in (None, root) and root.is_symlink():
         _require_inside(str(root), bound, ())
     found, count = list[Path](), 0
-    folders = [(Path(), tuple[str, ...]())]  # with the folders that hold the links on the way there
+    folders = [(Path(), tuple[str, ...]())]  # with the folders of the links that lead there
     while folders:
         folder, linked = folders.pop()
         for entry in _entries(root / folder):
@@ -61,20 +60,17 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
 
 
 def walk_tree(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """A path and all that is below it, hidden or not, links not followed. Raises OSError where it is not there."""
-    found = root.lstat()
-    yield root, found
-    folders = [root] if stat.S_ISDIR(found.st_mode) else []
-    while folders:
-        for path in folders.pop().iterdir():
-            found = path.lstat()
-            yield path, found
-            if stat.S_ISDIR(found.st_mode):
-                folders.append(path)
+    """A path and everything below it, also hidden, without following links. Raises OSError if it is missing."""
+    paths = [root]
+    while paths:
+        path = paths.pop()
+        yield path, (entry := path.lstat())
+        if stat.S_ISDIR(entry.st_mode):
+            paths += path.iterdir()
 
 
 def mounts_at(root: Path) -> list[str]:
-    """The mount points that are `root` or below it, also those of a file system that is mounted a second time."""
+    """The mount points at or below `root`, including bind mounts."""
     real = os.path.realpath(root)
     found = {real} if os.path.ismount(real) else set()
     with suppress(OSError), open("/proc/self/mountinfo", "rb") as table:
@@ -87,7 +83,7 @@ def mounts_at(root: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it is not there, is no folder, or may not be read."""
+    """The entries of a folder, or none if it is missing, not a folder, or not readable."""
     if not os.path.isdir(folder):
         return []
     try:
@@ -100,7 +96,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
     """Raises ForeignFileError for a link to a file or folder that is not part of the checkpoint in `bound`.
 
-    Hidden files (`.git/config`) are not part of it. `around`: folders that the link is in, by whatever links.
+    Hidden files (`.git/config`) are not part of it. `around`: folders that contain the link, also through links.
     """
     real, shown = os.path.realpath(link), os.readlink(link)
     if any(f"{folder}/".startswith(f"{real}/") for folder in around):
@@ -110,16 +106,11 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
         if hidden in ([], [_METADATA]):
             return
         why = "which is hidden, so not part of the checkpoint"
-    elif (
-        (snapshot := _SNAPSHOT.fullmatch(bound))
-        and (
-            os.path.dirname(real) == f"{snapshot[1]}/blobs"
-            # of the store that the models of a hub's cache share
-            or (real.startswith(snapshot[2]) and _SHARED_BLOB.fullmatch(real[len(snapshot[2]) :]) is not None)
-        )
-    ):
-        return
     else:
+        if snapshot := _SNAPSHOT.fullmatch(bound):
+            is_shared = real.startswith(snapshot[2]) and _SHARED_BLOB.fullmatch(real[len(snapshot[2]) :])
+            if os.path.dirname(real) == f"{snapshot[1]}/blobs" or is_shared:
+                return
         why = f"which is outside {bound}"
     target = shown if os.path.isabs(shown) else f"{shown} ({real})"
     hint = "copy the file in its place (`cp -rL` copies a directory so), or remove the link"
@@ -130,27 +121,24 @@ Identity = tuple[int, int]
 
 
 def overlaps(target: Path, source: Path) -> bool:
-    """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
+    """Whether writing or replacing directory `target`, which may be missing, would change `source`. Raises OSError."""
     if not source.exists():
         return False
-    folders = {_identity(found) for _, found in walk_tree(source) if stat.S_ISDIR(found.st_mode)}
+    folders = {_identity(entry) for _, entry in walk_tree(source) if stat.S_ISDIR(entry.st_mode)}
     if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
         return True
-    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in walk_tree(target))
+    return target.exists() and not set(_losable(source)).isdisjoint(_identity(entry) for _, entry in walk_tree(target))
 
 
-def _read(root: Path) -> Iterator[Identity]:
-    """What would be lost: directories, files with one name, and whatever links lead to.
-
-    A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
-    """
-    for path, found in walk_tree(root):
-        if not stat.S_ISLNK(found.st_mode):
-            if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
-                yield _identity(found)
+def _losable(root: Path) -> Iterator[Identity]:
+    """Entries that a removal would lose: directories, files without other hard links, and targets of links."""
+    for path, entry in walk_tree(root):
+        if not stat.S_ISLNK(entry.st_mode):
+            if stat.S_ISDIR(entry.st_mode) or entry.st_nlink == 1:
+                yield _identity(entry)
         elif path.exists():
             yield _identity(path.stat())
 
 
-def _identity(found: os.stat_result) -> Identity:
-    return found.st_dev, found.st_ino
+def _identity(entry: os.stat_result) -> Identity:
+    return entry.st_dev, entry.st_ino

@@ -1,6 +1,6 @@
-"""Lists, reads, uploads and removes files of a directory at a URL of a store: `s3://`, `gs://`, `hf://`, `az://`.
+"""Lists, reads, uploads and removes files of a directory in a remote store: `s3://`, `gs://`, `hf://`, `az://`.
 
-Credentials, endpoints and retries are those of the library behind the URL.
+Credentials, endpoints and retries are configured in the store's fsspec library.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
-_PART = 8 << 20  # bytes of one request: what is being read lies in memory twice, so it is not the whole tensor
-_AT_ONCE = 8  # requests of one thread
-_ANSWER_S = 10  # for the first answer of a store: libraries try again for a minute where there is no account
-_UPLOAD_PART = 16 << 20  # S3 takes 10,000 parts a file
+_PART = 8 << 20  # bytes of one request, which are in memory twice
+_AT_ONCE = 8  # concurrent requests of one thread
+_ANSWER_S = 10  # for the first answer of a store: without an account, libraries retry for a minute
+_UPLOAD_PART = 16 << 20  # S3 allows 10,000 parts per file
 
-# What file systems raise that is not an OSError, by the module that it is from.
+# Exceptions of file systems other than OSError, by module.
 _RAISED = (
     ("aiohttp", "ClientError"),
     ("azure.core.exceptions", "AzureError"),
@@ -44,53 +44,49 @@ _LOGIN = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
     "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
 }
-_OTHER_LOGIN = "give the credentials that its fsspec library asks for"
+_OTHER_LOGIN = "give the credentials that its fsspec library requires"
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
 _LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub", "az": "adlfs"}
 _ALIAS = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
-# The stores, and fsspec's own in memory. Others of its protocols open files of this machine, follow what a file says,
-# or take a chain of URLs.
+# The stores, and fsspec's memory. Other protocols open local files, follow references in files, or chain URLs.
 _STORES = ("s3", "gs", "hf", "az", "memory")
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
-    """Whether this is a URL and no path of this machine."""
+    """Whether this is a URL and not a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def refuse_credentials(url: str) -> None:
-    """Raises UsageError for a URL with a user, a password or a secret in its query.
-
-    What it is given to might print it without `://` before it, so that it would not be known for a URL.
-    """
+    """Raises UsageError for a URL with a user, a password or a secret in its query, which libraries could print."""
     if (public := public_url(url)) != url:
         login = _LOGIN.get(_scheme(url), _OTHER_LOGIN)
         raise UsageError(f"{public} contains credentials, which are not read from URLs", f"leave them out, and {login}")
 
 
-def place(path: str | Path) -> str | Path:
-    """A URL as it is, a local path or `file://` as Path. Raises UsageError as `refuse_credentials`."""
+def path_or_url(path: str | Path) -> str | Path:
+    """A URL unchanged, a local path or `file://` as Path. Raises UsageError like `refuse_credentials`."""
     refuse_credentials(str(path))
     return path if is_url(path) and not path.startswith("file://") else Path(str(path).removeprefix("file://"))
 
 
 def absolute(path: str | Path) -> str:
-    """A URL as it is, and the absolute path of what lies on this machine."""
-    found = place(path)
-    return found if isinstance(found, str) else str(found.absolute())
+    """A URL unchanged, or the absolute path of a local file."""
+    place = path_or_url(path)
+    return place if isinstance(place, str) else str(place.absolute())
 
 
 class StoreError(CkptkitError):
-    """A store that does not answer, or not as it should: nothing is known to be wrong with what lies there."""
+    """A store did not answer correctly; its files may be sound."""
 
     code = "storage"
 
 
 @dataclass(frozen=True)
 class Store:
-    """The directory at `url`. Every method raises StoreError for what is absent, not permitted or not reached.
+    """The directory at `url`. Every method raises StoreError for missing files, missing permissions or no connection.
 
-    Raises CkptkitError for a URL that is of none of the stores, for a chain of URLs, and as `refuse_credentials`.
+    Raises CkptkitError for an unsupported store, for a chain of URLs, and like `refuse_credentials`.
     """
 
     url: str
@@ -98,11 +94,10 @@ class Store:
     def __post_init__(self) -> None:
         refuse_credentials(self.url)
         if "::" in self.url:
-            message = f"{self.url} is a chain of URLs, which is not read"
-            raise CkptkitError(message, "give the URL of the store itself")
+            raise CkptkitError(f"{self.url} is a chain of URLs, which is not read", "give the URL of the store itself")
         if (scheme := _scheme(self.url)) not in _STORES:
             hint = "give s3://, gs://, hf:// or az://, or download it"
-            raise CkptkitError(f"{self.url}: {scheme}:// is no store that is read here", hint)
+            raise CkptkitError(f"{self.url}: {scheme}:// is not a supported store", hint)
 
     @cached_property
     def _opened(self) -> tuple[AbstractFileSystem, str]:
@@ -116,17 +111,17 @@ class Store:
         return PurePosixPath(self._opened[1]).name or "checkpoint"
 
     def overlaps(self, other: Store) -> bool:
-        """Whether one of the two directories is the other, or lies in it, however the URLs spell that."""
-        (filesystem, root), (others, their) = self._opened, other._opened
-        one, two = f"{root}/", f"{their}/"
-        return filesystem == others and (one.startswith(two) or two.startswith(one))
+        """Whether the two directories are equal or one contains the other, under any spelling of the URLs."""
+        (filesystem, root), (other_filesystem, other_root) = self._opened, other._opened
+        first, second = f"{root}/", f"{other_root}/"
+        return filesystem == other_filesystem and (first.startswith(second) or second.startswith(first))
 
     def at(self, name: str) -> str:
         """The URL of a file, for people."""
         return f"{self.url.rstrip('/')}/{name}"
 
     def top(self) -> list[str]:
-        """Names of the files and directories in the directory itself. Asks the store, not a cache."""
+        """Names of the files and directories directly in the directory, without a cache."""
         filesystem, root = self._opened
         with _explained(self.url):
             filesystem.invalidate_cache()
@@ -134,17 +129,17 @@ class Store:
             try:
                 found = filesystem.ls(root, detail=False, **limit)
             except FileNotFoundError:
-                # A bucket has no directories: where nothing was written is empty. Without a bucket this raises too.
+                # Buckets have no directories: a missing one is empty. This also raises without a bucket.
                 found = filesystem.find(root, **limit)
         return sorted(name for entry in found if (name := _below(root, entry)))
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """What the store says of each file below the directory, by relative name: `size` in bytes, and more."""
+        """The store's metadata of each file below the directory, by relative name: `size` in bytes, and more."""
         filesystem, root = self._opened
         with _explained(self.url):
             filesystem.invalidate_cache()
             found: Mapping[str, dict[str, Any]] = filesystem.find(root, detail=True)
-        # A key that ends in a slash is how some tools mark an empty directory.
+        # Some tools mark an empty directory by a key that ends with a slash.
         return {
             _below(root, path): entry
             for path, entry in sorted(found.items())
@@ -152,7 +147,7 @@ class Store:
         }
 
     def download(self, name: str, target: Path) -> None:
-        """Copies a file to `target`, whose directory exists."""
+        """Copies a file to `target` in an existing directory."""
         filesystem, root = self._opened
         with _explained(self.at(name)):
             filesystem.get_file(f"{root}/{name}", str(target))
@@ -164,14 +159,12 @@ class Store:
             size = int(filesystem.info(f"{root}/{name}")["size"])
             content: bytes = b"" if size > limit else filesystem.cat_file(f"{root}/{name}")
         if max(size, len(content)) > limit:
-            raise CkptkitError(
-                f"{self.at(name)}: {max(size, len(content))} bytes, and at most {limit} are read",
-                "no such file of a checkpoint is that large: copy the right one there",
-            )
+            message = f"{self.at(name)}: {max(size, len(content))} bytes, but at most {limit} are read"
+            raise CkptkitError(message, "no such file of a checkpoint is that large: copy the right one there")
         return content
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` with bytes of a file from `offset` on. Returns how many came: fewer where the file ends."""
+        """Fills `buffer` with bytes of a file from `offset` on. Returns their number, fewer at the end of the file."""
         done = 0
         while done < len(buffer):
             stop = min(len(buffer), done + _PART * _AT_ONCE)
@@ -179,10 +172,8 @@ class Store:
             ends = [min(start + _PART, stop) for start in starts]
             for start, end, content in zip(starts, ends, self._ranges(name, offset, starts, ends), strict=True):
                 if len(content) > end - start:
-                    raise CkptkitError(
-                        f"{self.at(name)}: the store sends the whole file where a part is asked for",
-                        "download it, and give the directory",
-                    )
+                    message = f"{self.at(name)}: the store sends the complete file instead of the requested part"
+                    raise CkptkitError(message, "download it, and give the directory")
                 buffer[start : start + len(content)] = content
                 if len(content) < end - start:
                     return start + len(content)
@@ -193,19 +184,16 @@ class Store:
         filesystem, root = self._opened
         path = f"{root}/{name}"
         with _explained(self.at(name)):
+            begins, stops = [offset + at for at in starts], [offset + at for at in ends]
             if filesystem.async_impl:
-                parts: list[bytes] = filesystem.cat_ranges(
-                    [path] * len(starts), [offset + at for at in starts], [offset + at for at in ends], on_error="raise"
-                )
+                parts: list[bytes] = filesystem.cat_ranges([path] * len(starts), begins, stops, on_error="raise")
                 return parts
-            # Read as it is asked for: their own caches would read further.
-            return [
-                filesystem.cat_file(path, start=offset + start, end=offset + end, cache_type="none")
-                for start, end in zip(starts, ends, strict=True)
-            ]
+            # Without the cache of the file system, which would read more.
+            ranges = zip(begins, stops, strict=True)
+            return [filesystem.cat_file(path, start=one, end=two, cache_type="none") for one, two in ranges]
 
     def upload(self, file: Path, name: str) -> None:
-        """Stores a file of this machine, in parts where the store has them; it is there when all of it is."""
+        """Stores a local file, in parts if the store supports them; it is only visible when complete."""
         filesystem, root = self._opened
         protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
         parts = {"chunksize": _UPLOAD_PART, "max_concurrency": _AT_ONCE} if "s3" in protocols else {}
@@ -213,10 +201,8 @@ class Store:
             filesystem.put_file(str(file), f"{root}/{name}", **parts)
             size = filesystem.info(f"{root}/{name}")["size"]
         if size != file.stat().st_size:
-            raise CkptkitError(
-                f"{self.at(name)} has {size} bytes after the upload of {file.stat().st_size}",
-                "run again; is something else writing there?",
-            )
+            message = f"{self.at(name)} has {size} bytes after the upload of {file.stat().st_size}"
+            raise CkptkitError(message, "run again; is something else writing there?")
 
     def write(self, name: str, content: bytes) -> None:
         """Stores a small file."""
@@ -225,15 +211,15 @@ class Store:
             filesystem.pipe_file(f"{root}/{name}", content)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes files; those that are not there are no error."""
+        """Removes files, and ignores missing ones."""
         filesystem, root = self._opened
-        there = [f"{root}/{name}" for name in sorted(self.files().keys() & set(names))]
+        paths = [f"{root}/{name}" for name in sorted(self.files().keys() & set(names))]
         with _explained(self.url):
-            if there and filesystem.async_impl:
-                filesystem.rm(there)
+            if paths and filesystem.async_impl:
+                filesystem.rm(paths)
                 return
-            # Of the others not all take a list.
-            for path in there:
+            # Some other file systems do not support lists.
+            for path in paths:
                 filesystem.rm_file(path)
 
 
@@ -244,14 +230,14 @@ def _open(url: str) -> tuple[AbstractFileSystem, str]:
     if _scheme(url) != "gs":
         opened = url_to_fs(url)
         return opened
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it reports its last try with a traceback
-    # Left to itself it asks for the account of a Google machine twice, the second time for 15 s.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it logs its last attempt with a traceback
+    # By default it requests the account of a Google machine twice, the second time for 15 s.
     try:
-        opened = url_to_fs(url, token="google_default")  # noqa: S106 - where to look for one
+        opened = url_to_fs(url, token="google_default")  # noqa: S106 - a source of tokens
     except _raised():
         if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
             raise
-        opened = url_to_fs(url, token="anon")  # noqa: S106 - without one
+        opened = url_to_fs(url, token="anon")  # noqa: S106 - no token
     return opened
 
 
@@ -261,19 +247,16 @@ def _scheme(url: str) -> str:
 
 
 def _below(root: str, path: str) -> str:
-    """The name of `path` relative to `root`, empty for itself. Raises CkptkitError for a key that leads out of it."""
+    """The name of `path` relative to `root`, or empty for `root`. Raises CkptkitError for a key outside of it."""
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
-        raise CkptkitError(
-            f"{root} holds {path!r}, which is not a file of this directory",
-            "rename it in the store",
-        )
+        raise CkptkitError(f"{root} holds {path!r}, which is not a file of this directory", "rename it in the store")
     return name
 
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Raises CkptkitError for what file systems and their libraries raise, with the next move."""
+    """Converts exceptions of file systems and their libraries to StoreError, with the next step."""
     try:
         yield
     except _raised() as error:
@@ -284,7 +267,7 @@ def _explained(url: str) -> Iterator[None]:
 
 
 def _raised() -> tuple[type[Exception], ...]:
-    """What a file system may raise: of `_RAISED`, what is of libraries that have been imported."""
+    """Exceptions of file systems, including those of `_RAISED` from imported libraries."""
     of_libraries = [getattr(sys.modules[module], name) for module, name in _RAISED if module in sys.modules]
     return (OSError, ValueError, ImportError, NotImplementedError, *of_libraries)
 
@@ -294,13 +277,9 @@ def _next(url: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install the packages that it names"
     if isinstance(error, NotImplementedError):
-        return "this kind of store cannot do that; use another, or a local directory"
+        return "this kind of store does not support that; use another, or a local directory"
     login = _LOGIN.get(scheme, _OTHER_LOGIN)
-    if (
-        isinstance(error, PermissionError)
-        or "credential" in type(error).__name__.lower()
-        or "credential" in str(error).lower()
-    ):
+    if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
         return login
     if isinstance(error, FileNotFoundError):
         return "check the URL" + (f"; if the repository is private or gated, {login}" if scheme == "hf" else "")

@@ -1,7 +1,7 @@
-"""Writes files: what readers see whole or not at all, also after the machine went down, and large ones by regions.
+"""Writes files: small ones atomically, even if the machine crashes, and large ones by regions.
 
-Regions have BUFFER bytes: threads fill them, and the one that completes a region writes it. A disk is fastest with few
-large requests. Past the page cache (`ckptkit.storage.read`) they must be whole blocks as well, which tensors are not.
+Threads fill regions of BUFFER bytes, and the thread that completes one writes it, because disks are fastest with large
+requests. Direct I/O (`ckptkit.storage.read`) also requires alignment to blocks, which tensors do not have.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from ckptkit.storage.buffers import BUFFER, copy_bytes, cuts, new_buffer
 from ckptkit.storage.read import BLOCK, LARGE, UNSUPPORTED, reopened
 
-# Regions that may be open, and how many more a thread: matrices of a dense layer, cut by columns, fill 20 at a time.
+# Limit of open regions, and additional ones per thread: matrices of a dense layer, cut by columns, fill 20 at a time.
 _OPEN, _OF_THREAD = 24, 2
 
 
 @dataclass
 class _Region:
-    """BUFFER bytes of a file from `begin` on. `filled`, `count`: what has come. `users`: threads that copy more."""
+    """BUFFER bytes of a file from `begin` on. `filled`, `count`: bytes so far. `users`: copying threads."""
 
     file: WrittenFile
     begin: int
@@ -35,7 +35,7 @@ class _Region:
     users: int = 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.count == min(BUFFER, self.file.size - self.begin)
 
     def write(self) -> None:
@@ -47,24 +47,24 @@ class _Region:
 
 
 class Regions:
-    """What has come for some files and is not written yet. Threads share it."""
+    """Unwritten regions of several files, shared by threads."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[WrittenFile, int], _Region] = {}
         self._free: list[NDArray[np.uint8]] = []
         self._threads: set[int] = set()
-        # Files that a thread is writing a region of that has to make room.
+        # Files with an incomplete region that a thread is writing to free memory.
         self._early: list[WrittenFile] = []
         self._changed = threading.Condition()
 
     def put(self, file: WrittenFile, piece: memoryview, offset: int) -> None:
-        """Takes bytes that lie in one region. Raises OSError, also where others cannot be written."""
+        """Adds bytes of one region. Raises OSError, also for errors of writing other regions."""
         key = file, offset // BUFFER
         with self._changed:
             self._threads.add(threading.get_ident())
             early = None
             if key not in self._open:
-                early = self._taken_early()
+                early = self._take_early()
                 memory = self._free.pop() if self._free else new_buffer(BUFFER)
                 self._open[key] = _Region(file, key[1] * BUFFER, memory)
             region = self._open[key]
@@ -77,25 +77,23 @@ class Regions:
             region.users -= 1
             region.filled.append((begin, begin + len(piece)))
             region.count += len(piece)
-            if region.is_whole:
+            if region.is_complete:
                 del self._open[key]
-        if region.is_whole:
+        if region.is_complete:
             self._write(region)
 
     def finish(self, file: WrittenFile) -> None:
-        """Writes what is left of a file for which all has come. Raises OSError."""
+        """Writes the remaining regions of a file. Raises OSError."""
         with self._changed:
             self._changed.wait_for(lambda: file not in self._early)
             left = [self._open.pop(key) for key in list(self._open) if key[0] is file]
         for region in left:
             self._write(region)
 
-    def _taken_early(self) -> _Region | None:
-        """The oldest region, taken off, where there are too many."""
-        if len(self._open) < _OPEN + _OF_THREAD * len(self._threads):
-            return None
+    def _take_early(self) -> _Region | None:
+        """Removes and returns the oldest region if there are too many."""
         key = next((key for key, region in self._open.items() if not region.users), None)
-        if key is None:
+        if key is None or len(self._open) < _OPEN + _OF_THREAD * len(self._threads):
             return None
         self._early.append(key[0])
         return self._open.pop(key)
@@ -115,7 +113,7 @@ class Regions:
 
 
 class WrittenFile:
-    """A file that is open for writing, of its full size from the start, made of a descriptor that becomes its own."""
+    """A file open for writing, with its full size from the start. Closes `descriptor`."""
 
     def __init__(self, descriptor: int, size: int, regions: Regions) -> None:
         self.size = size
@@ -124,25 +122,25 @@ class WrittenFile:
         os.truncate(descriptor, size)
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
-        """Writes all of `content`, at the latest in `close`. Raises OSError."""
+        """Writes `content`, at the latest in `close`. Raises OSError."""
         view = memoryview(content)
         for begin, end in cuts(offset, len(view)):
             self._regions.put(self, view[begin:end], offset + begin)
 
     def close(self) -> None:
-        """Writes what is still to be written, and closes it. Raises OSError."""
+        """Writes the remaining bytes, and closes the file. Raises OSError."""
         try:
             self._regions.finish(self)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes it as it is."""
+        """Closes the file without writing the remaining bytes."""
         for descriptor in filter(None, (self._descriptor, self._direct)):
             os.close(descriptor)
 
     def write_run(self, view: memoryview, offset: int) -> None:
-        """Writes memory that lies in its block as it will in the file's. Raises OSError."""
+        """Writes memory with the same alignment to blocks as in the file. Raises OSError."""
         begin, end = -(-offset // BLOCK) * BLOCK, (offset + len(view)) // BLOCK * BLOCK
         if self._direct is None or end - begin < LARGE:
             _write_all(self._descriptor, view, offset)
@@ -164,15 +162,15 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-_AT_ONCE = 16  # a file system flushes what is asked for together at once
+_AT_ONCE = 16  # file systems combine concurrent flushes
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces `path`, or a link there, by `content` (text in UTF-8), complete or not at all. Raises OSError."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces `path`, or a link there, by `content` (text in UTF-8) completely or not at all. Raises OSError."""
     descriptor, name = new_file(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            # Half of a surrogate pair, which a file's name may hold, is no UTF-8.
+            # Half of a surrogate pair, possible in a file's name, is not UTF-8.
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(descriptor)
@@ -183,25 +181,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def new_file(path: Path) -> tuple[int, Path]:
-    """Opens a new file beside `path` with a unique name and default permissions. Returns both. Raises OSError."""
+    """Opens a new file next to `path`, with a unique name and default permissions. Returns both. Raises OSError."""
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
 
 
 def sync_tree(root: Path) -> None:
-    """Waits until every file below `root`, and its name, is on the disk. Raises OSError where one cannot be written."""
-    paths = [os.path.join(folder, name) for folder, _, files in os.walk(root, onerror=_raise) for name in [*files, "."]]
+    """Waits until every file below `root`, and its name, is on the disk. Raises OSError for failed writes."""
+
+    def sync(path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths = [os.path.join(folder, name) for folder, _, files in os.walk(root, onerror=fail) for name in [*files, "."]]
     with ThreadPoolExecutor(_AT_ONCE, "ckptkit-sync") as pool:
-        list(pool.map(_sync, paths))
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+        list(pool.map(sync, paths))

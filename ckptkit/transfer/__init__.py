@@ -1,1 +1,1 @@
-"""Carries a plan into a destination: the copy loop, the journal to resume from, the rename at the end, the manifest."""
+"""Executes a plan: the copy loop, the journal for resuming, the final rename, and the manifest."""

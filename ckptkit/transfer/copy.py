@@ -1,4 +1,4 @@
-"""The one loop that moves tensors."""
+"""The loop that copies tensors from a checkpoint to a writer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ckptkit.storage.read import ARENA, FileReader
 from ckptkit.storage.url import StoreError
 from ckptkit.transfer.files import FilesWriter
 
-BATCH = 20 << 20  # bytes that are read at once: groups up to there, or a group
-STREAM = ARENA + 3 * BUFFER  # bytes of a thread's buffers: its reader, a piece put together, and two regions of a file
-SPARE = 3  # threads more than cores: while some wait for a disk the others compute
+BATCH = 20 << 20  # most bytes of groups to read at once, or one group
+STREAM = ARENA + 3 * BUFFER  # bytes of a thread's buffers: its reader, a joined piece, and two regions of a file
+SPARE = 3  # more threads than cores: some wait for a disk
 
 Names = Sequence[str]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Groups that a thread moves at once, in `memory` bytes. `streams`: extents of a single group for a buffer."""
+    """Groups that a thread copies at once, in `memory` bytes. `streams`: extents of a single group to stream."""
 
     groups: Sequence[Names]
     memory: int
@@ -43,18 +43,18 @@ def copy(
     only: Collection[str] | None = None,
     memory: int = IN_FLIGHT,
 ) -> None:
-    """Writes every tensor of `source`, or `only` some; on any error the writer discards what it has begun.
+    """Writes every tensor of `source`, or `only` some; after an error the writer discards unfinished output.
 
-    `workers` threads (None: `threads`) each take a few groups from reading to writing. Groups go in order, at most
-    `memory` bytes of them at a time, or one. What is written does not depend on either.
+    Each of `workers` threads (default: `threads`) reads and writes a few groups at a time, in order, with at most
+    `memory` bytes of groups (or one group) in total. The output depends on neither.
     """
     groups = source.groups
     if only is not None:
-        groups = [kept for names in groups if (kept := tuple(name for name in names if name in only))]
+        groups = [chosen for names in groups if (chosen := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:
-            for done in _copied(source, groups, writer, workers or threads(memory), memory, total):
+            for done in _copy_groups(source, groups, writer, workers or threads(memory), memory, total):
                 advance(done)
         writer.finish()
     except BaseException:
@@ -68,50 +68,50 @@ def cores() -> int:
 
 
 def threads(memory: int) -> int:
-    """The default number of workers: one a core and SPARE more, with buffers of no more than `memory` together."""
+    """The default number of workers: one per core and SPARE more, with buffers of at most `memory` in total."""
     return min(cores() + SPARE, max(1, memory // STREAM))
 
 
-def _copied(
+def _copy_groups(
     source: Checkpoint, groups: Sequence[Names], writer: CheckpointWriter, workers: int, memory: int, total: int
 ) -> Iterator[int]:
-    """Moves groups. Yields the bytes of each batch. Raises FinalError where the source has to be repaired first."""
+    """Copies groups. Yields the bytes of each batch. Raises FinalError if the source must be repaired."""
     readers = [FileReader() for _ in range(workers)]
 
-    def move(batch: _Batch) -> int:
+    def copy_batch(batch: _Batch) -> int:
         reader = readers.pop()
         try:
-            return _move(source, batch, writer, reader)
+            return _copy_batch(source, batch, writer, reader)
         finally:
             readers.append(reader)
 
     pool = ThreadPoolExecutor(workers, "ckptkit-copy")
     running: dict[Future[int], int] = {}
     try:
-        # So large that there is room for two a worker, and so small that all have work until the end.
+        # Two batches per worker fit into memory, and every worker gets at least four.
         most = min(memory // (2 * workers), total // (4 * workers))
         for batch in _batches(source, groups, isinstance(writer, FilesWriter), most):
-            # One batch more than there are workers, so that none waits for this thread.
+            # One more batch than workers, so that no worker waits for this thread.
             while running and (len(running) > workers or sum(running.values()) + batch.memory > memory):
-                yield from _finished(running)
-            running[pool.submit(move, batch)] = batch.memory
+                yield from _wait_for_one(running)
+            running[pool.submit(copy_batch, batch)] = batch.memory
         while running:
-            yield from _finished(running)
-    except StoreError:  # it may answer another time
+            yield from _wait_for_one(running)
+    except StoreError:  # the store may answer later
         raise
     except CkptkitError as error:
         raise FinalError.of(error) from error
     finally:
-        # What is running ends first: the writer must not be closed under it.
+        # Waits for running batches, which need the open writer.
         pool.shutdown(cancel_futures=True)
 
 
 def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory: int) -> Iterator[_Batch]:
-    """Groups in order: as many as BATCH bytes are read of and as take at most `memory`, or one."""
+    """Groups in order, with at most BATCH bytes to read and `memory` bytes of memory, or one group."""
     batch, read, size = list[Names](), 0, 0
     for names in groups:
         stored, held = read_and_held(source, names)
-        # Where the bytes of each tensor are, of a group that goes through a buffer.
+        # Extents of the tensors of a streamed group.
         places = {name: extents_of(source, name) for name in names} if streams and may_stream(source, names) else {}
         extents = {} if None in places.values() else {name: one for name, one in places.items() if one is not None}
         if batch and (extents or read + stored > BATCH or size + held > memory):
@@ -126,7 +126,7 @@ def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory:
         yield _Batch(batch, size, {})
 
 
-def _move(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: FileReader) -> int:
+def _copy_batch(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: FileReader) -> int:
     if batch.streams and isinstance(writer, FilesWriter):
         for name, extents in batch.streams.items():
             writer.write_extents(name, extents, reader)
@@ -139,14 +139,13 @@ def _move(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: F
 
 
 def may_stream(source: Checkpoint, names: Names) -> bool:
-    """Whether a group is so large, and copied as it is, that it goes through a buffer. Opens no file."""
-    return sum(source.specs[name].nbytes for name in names) > BATCH and all(
-        is_streamable(source, name) for name in names
-    )
+    """Whether a group is large, and its unchanged bytes can be copied through a buffer. Opens no file."""
+    is_large = sum(source.specs[name].nbytes for name in names) > BATCH
+    return is_large and all(is_streamable(source, name) for name in names)
 
 
-def _finished(running: dict[Future[int], int]) -> list[int]:
-    """Waits until a group is written, and takes it off `running`. Raises what a worker raised."""
+def _wait_for_one(running: dict[Future[int], int]) -> list[int]:
+    """Waits for a batch, removes it from `running`, and returns its bytes. Raises the worker's exception."""
     done, _ = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         del running[future]

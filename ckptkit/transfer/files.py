@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a set of files, each of which appears under its name when it is whole."""
+"""Writes a checkpoint as a set of files, each of which gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class FilesWriter:
-    """A CheckpointWriter of these files; or `only` of some, and then not of what makes a checkpoint of them.
+    """A CheckpointWriter of these files, or `only` of some of them, which do not include index, metadata or tracker.
 
-    Tensors come in any order and from any thread, each once, and go straight to their places. A file has another name
-    until it is whole; then `whole` is called with the file and the digests of its tensors, by the thread that wrote its
-    last one. `may_name` is called before a file gets its name, and raises when `root` is no longer this writer's.
+    Any thread can write tensors, each once and in any order. A file has a temporary name until it is complete; then the
+    thread that wrote its last tensor calls `complete` with the file and the digests of its tensors. `may_name` is
+    called before a file is renamed, and raises if `root` no longer belongs to this writer.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class FilesWriter:
         root: Path,
         files: Files,
         only: Collection[str] | None = None,
-        whole: Callable[[str, Digests], None] = lambda file, digests: None,
+        complete: Callable[[str, Digests], None] = lambda file, digests: None,
         may_name: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root, self._files, self._all, self._whole, self._may_name = root, files, only is None, whole, may_name
+        self._root, self._files, self._all = root, files, only is None
+        self._complete, self._may_name = complete, may_name
         self._left = {file: set(names) for file, names in files.names.items() if only is None or file in only}
         self._file_of = {name: file for file, names in self._left.items() for name in names}
         self._waiting = set(self._file_of)
@@ -55,17 +56,17 @@ class FilesWriter:
         self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
     def write_extents(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
-        """Stores a tensor from extents of files, of which the last may be longer, a piece at a time."""
+        """Stores a tensor from extents of files in pieces; the last extent may be longer."""
         nbytes = sum(extent.nbytes for extent in extents)
         file = self._file_for(name, nbytes >= self._files.specs[name].nbytes, f"{nbytes} bytes")
         stream = Stream(name, extents, reader)
         self._put(name, file, stream.piece, stream.finish)
 
-    def _file_for(self, name: str, fits: bool, given: str) -> WrittenFile:
-        """The file of a tensor that is written now. Raises CkptkitError unless it `fits` and is written only once."""
+    def _file_for(self, name: str, fits: bool, shown: str) -> WrittenFile:
+        """The file for a tensor. Raises CkptkitError unless it `fits` its spec and is written only once."""
         with self._lock:
             if name not in self._waiting or not fits:
-                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {given}, or is written twice")
+                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {shown}, or is written twice")
             self._waiting.remove(name)
             return self._opened(self._file_of[name])
 
@@ -83,10 +84,10 @@ class FilesWriter:
         self._written(name, TensorDigest(spec.dtype, spec.shape, digest.hexdigest()))
 
     def _opened(self, file: str) -> WrittenFile:
-        """A file, made when its first tensor comes, under a unique name: processes that write the same do not clash."""
+        """An open file, created with its first tensor under a unique name, because several processes may write it."""
         if file not in self._open:
             path = self._root / file
-            # Not the root: where it is gone the output is whole, and this process was thought dead.
+            # Not the root: if it is missing, the output is complete, and this process was assumed dead.
             path.parent.mkdir(exist_ok=True)
             descriptor, temporary = new_file(path)
             self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), temporary
@@ -106,17 +107,16 @@ class FilesWriter:
             written.close()
             self._may_name()
             made = made.rename(self._root / file)
-            self._whole(file, {name: self.digests[name] for name in self._files.names[file]})
+            self._complete(file, {name: self.digests[name] for name in self._files.names[file]})
         except BaseException:
-            # What is whole and not recorded as such would be written again.
+            # A complete file without a record would be written again.
             made.unlink(missing_ok=True)
             raise
 
     def finish(self) -> None:
         if self._waiting:
-            raise CkptkitError(
-                f"{self._root}: {len(self._waiting)} tensor(s) were never written: {summarize(sorted(self._waiting))}"
-            )
+            missing = f"{len(self._waiting)} tensor(s) were never written: {summarize(sorted(self._waiting))}"
+            raise CkptkitError(f"{self._root}: {missing}")
         if self._all:
             self._files.finish(self._root)
 
@@ -128,7 +128,7 @@ class FilesWriter:
 
 
 class Stream:
-    """The bytes of a tensor that stand in files, one extent after the other."""
+    """Reads the bytes of a tensor from extents of files, in order."""
 
     def __init__(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
         self._name, self._left, self._reader = name, list(reversed(extents)), reader
@@ -151,12 +151,12 @@ class Stream:
         return piece
 
     def finish(self) -> None:
-        """Reads what is left of the last extent, for its checksum. Raises as `piece`."""
+        """Reads the rest of the last extent for its checksum. Raises like `piece`."""
         while self._left:
             self._next(BUFFER)
 
     def _next(self, most: int) -> memoryview:
-        """The next bytes, at most so many, of one extent."""
+        """The next bytes of one extent, at most `most`."""
         extent = self._left[-1]
         part = extent.read(self._reader, self._at, min(most, extent.nbytes - self._at))
         self._at += len(part)

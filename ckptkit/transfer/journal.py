@@ -1,4 +1,4 @@
-"""Remembers what a run has finished, for --resume: in `.ckptkit/`, what was asked for and a record a whole file."""
+"""The journal for --resume in `.ckptkit/`: the identity of a run, and a record of each complete file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME = re.compile(
     rf"|[^/]+\.(safetensors|distcp)({re.escape(_MEASURED)}|\.json))?(\.[0-9a-f]{{8}}\.tmp)?"
 )
 _TEMPORARY = re.compile(r"(.*/)?\.([^/]+)\.[0-9a-f]{16}\.tmp")  # as `ckptkit.storage.write.new_file` names files
-# What every run may write: a manifest, configs, and what makes a checkpoint of weights.
+# Files that every run may write: manifest, configs, index, metadata and tracker.
 _ALWAYS = frozenset(
     {
         *(MANIFEST, "config.json", "hf/config.json", "carried/config.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS),
@@ -39,85 +39,79 @@ _ALWAYS = frozenset(
     }
 )
 
-# Numbers that were measured while tensors were written, by name.
+# Numbers measured while tensors were written, by name.
 Measured = Mapping[str, Sequence[float]]
 
 
 class Journal:
-    """The journal of the output that is growing at `root`, shared by the processes and machines that write it.
+    """The journal of unfinished output at `root`, shared by the processes and machines that write it.
 
-    A record appears whole, after its file has its name. `mark`: the run that is worked for (`begin_run`).
+    A record is written atomically after its file is renamed. `mark`: the current run (see `begin_run`).
     """
 
     def __init__(self, root: Path, mark: str | None = None) -> None:
         self._root, self._folder, self._mark = root, root / JOURNAL, mark
 
-    def begin(self, asked: Mapping[str, Any]) -> None:
-        """Notes what the run was asked for, as JSON can hold it."""
+    def begin(self, identity: Mapping[str, Any]) -> None:
+        """Records the identity of the run, as JSON."""
         self._folder.mkdir()
-        _write(self._folder / _ASKED, dict(asked))
+        _write(self._folder / _ASKED, dict(identity))
 
     def list_files(self, files: Iterable[str]) -> None:
-        """Notes the files of weights and next to them that the run writes, relative to the root."""
+        """Records the weights and side files that the run writes, relative to the root."""
         _write(self._folder / _FILES, {"files": sorted(files)})
 
     def not_written(self, names: Collection[str]) -> list[str]:
-        """Which of these files, and of folders with a `/` behind them, no run has written here, sorted."""
+        """The files among these, and the folders (with a trailing `/`), that no run has written here, sorted."""
         try:
             found = read_json(self._folder / _FILES).get("files")
-        except CkptkitError:  # the run had not come so far
+        except CkptkitError:  # interrupted before `list_files`
             found = []
         listed = _ALWAYS.union(one for one in (found if isinstance(found, list) else []) if isinstance(one, str))
-        folders = {f"{parent}/" for one in listed for parent in PurePosixPath(one).parents}
-        own = [_TEMPORARY.sub(r"\1\2", name) for name in names]
-        return sorted(
-            name
-            for name, one in zip(names, own, strict=True)
-            if not (one in listed or one in folders or is_of_journal(one))
-        )
+        known = listed.union(f"{parent}/" for one in listed for parent in PurePosixPath(one).parents)
+        final = {name: _TEMPORARY.sub(r"\1\2", name) for name in names}
+        return sorted(name for name in names if final[name] not in known and not is_of_journal(final[name]))
 
-    def check(self, asked: Mapping[str, Any]) -> None:
-        """Raises CkptkitError when the run that died was asked for something else, naming what differs."""
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Raises CkptkitError if the identity of the interrupted run differs, naming the difference."""
         before = read_json(self._folder / _ASKED)
-        if differ := [key for key in {**before, **asked} if before.get(key) != asked.get(key)]:
+        if differ := [key for key in {**before, **identity} if before.get(key) != identity.get(key)]:
             key = differ[0]
-            what = f"its {key} was {_short(before.get(key))}, and is {_short(asked.get(key))} now"
-            if key == "source":  # a digest tells nothing
-                what = "files of its source were written, moved or copied since (their paths, sizes or times differ)"
+            why = f"its {key} was {_short(before.get(key))}, and is {_short(identity.get(key))} now"
+            if key == "source":  # only a digest
+                why = "files of its source were written, moved or copied since (their paths, sizes or times differ)"
             hint = "give the same command and source, or start again with --overwrite"
-            raise CkptkitError(f"{self._root} cannot be resumed: {what}", hint)
+            raise CkptkitError(f"{self._root} cannot be resumed: {why}", hint)
 
     def begin_run(self) -> str:
-        """Marks a run as going on. Returns the mark, for `Journal(root, mark)` in what works for it elsewhere."""
+        """Marks a run as active. Returns the mark, for `Journal(root, mark)` in other processes."""
         mark = f"{_RUN}{secrets.token_hex(8)}"
         (self._folder / mark).touch()
         return mark
 
     def stop_run(self, mark: str) -> None:
-        """Lets nothing more begin for that run. What has begun may still be finished, for --resume."""
-        with suppress(FileNotFoundError):  # nothing begins where there is no journal any more
+        """Lets no new task begin for that run. Running tasks may finish, for --resume."""
+        with suppress(FileNotFoundError):  # no task begins without a journal
             (self._folder / f"{mark}{_STOPPED}").touch()
 
     def end_dead_runs(self) -> None:
-        """Lets nothing more be written for runs that were here before."""
+        """Invalidates earlier runs, so that none of their tasks writes any more."""
         for path in self._folder.glob(f"{_RUN}*"):
             path.unlink()
 
     @property
     def may_begin(self) -> bool:
-        """Whether the run that this works for is here and was not stopped."""
-        return self._goes_on and not (self._folder / f"{self._mark}{_STOPPED}").exists()
+        """Whether the run of this process exists here and was not stopped."""
+        return self._is_active and not (self._folder / f"{self._mark}{_STOPPED}").exists()
 
     def check_goes_on(self) -> None:
-        """Raises CkptkitError when another run has begun here after the one that this works for."""
-        if not self._goes_on:
-            raise CkptkitError(
-                f"{self._root}: the run that this task was part of has ended",
-                "the task's output is not used; see how that run ended",
-            )
+        """Raises CkptkitError if another run has begun here after that of this process."""
+        if not self._is_active:
+            hint = "the task's output is not used; check the result of that run"
+            raise CkptkitError(f"{self._root}: the run of this task has ended", hint)
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_active(self) -> bool:
         return self._mark is None or (self._folder / self._mark).exists()
 
     @property
@@ -126,14 +120,14 @@ class Journal:
         return (self._folder / _ASKED).exists()
 
     def record(self, file: str, digests: Digests, measured: Measured | None = None) -> None:
-        """Notes that a file is whole, and what was measured of its tensors. Raises as `check_goes_on`."""
+        """Records that a file is complete, and the measurements of its tensors. Raises like `check_goes_on`."""
         self.check_goes_on()
         if measured:
             _write(self._record(file).with_suffix(_MEASURED), measured)
         _write(self._record(file), {name: digest.to_json() for name, digest in digests.items()})
 
     def recorded(self, file: str) -> dict[str, TensorDigest] | None:
-        """The digests of a file's tensors; None when it has not been finished."""
+        """The digests of a file's tensors, or None if it is not finished."""
         if not self._record(file).exists():
             return None
         found = {name: TensorDigest.parse(entry) for name, entry in read_json(self._record(file)).items()}
@@ -141,26 +135,26 @@ class Journal:
         return digests if len(digests) == len(found) else None
 
     def measured(self, file: str) -> Measured:
-        """What was measured of a finished file's tensors."""
+        """The measurements of a finished file's tensors."""
         path = self._record(file).with_suffix(_MEASURED)
         return read_json(path) if path.exists() else {}
 
     def intact(self, file: str, files: Files) -> bool:
-        """Whether a file is finished and its bytes are the recorded ones; a crash may lose the last of them."""
+        """Whether a file is finished and has the recorded bytes, some of which a crash may have lost."""
         try:
             digests = self.recorded(file)
             if digests is None:
                 return False
             return {name: TensorDigest.of(tensor) for name, tensor in files.read(file, self._root)} == digests
-        except CkptkitError:  # it is written anew
+        except CkptkitError:  # it will be written again
             return False
 
     def count(self) -> int:
-        """How many files are finished."""
+        """The number of finished files."""
         return sum(path.name != _ASKED for path in self._folder.glob("*.json"))
 
     def end(self) -> None:
-        """Removes the journal, and what killed processes have left of files."""
+        """Removes the journal, and temporary files of killed processes."""
         for leftover in self._root.rglob(".*.tmp"):
             if _TEMPORARY.fullmatch(leftover.name):
                 leftover.unlink()
@@ -171,12 +165,12 @@ class Journal:
 
 
 def is_of_journal(name: str) -> bool:
-    """Whether a file, or an empty folder with a `/` behind it, is of a journal, by its name relative to the root."""
+    """Whether a file, or an empty folder with a trailing `/`, belongs to a journal, by its relative name."""
     return _NAME.fullmatch(name) is not None
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    # A node that was thought lost may come back and write the same record.
+    # A node that was assumed lost may write the same record.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.write_text(json.dumps(content))
     temporary.rename(path)

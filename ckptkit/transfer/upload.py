@@ -1,4 +1,4 @@
-"""Uploads an HF directory to a URL: shards as they are finished, and last what makes a checkpoint of them."""
+"""Uploads an HF directory to a URL: finished shards at once, config.json and the index last."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.journal import Journal, Measured
 from ckptkit.transfer.replacement import require_checkpoint
 
-# Without these no reader takes shards for a model: they come last, in this order, and go first.
+# Without these, shards are not a model: uploaded last, in this order, and removed first.
 _LAST = ("config.json", INDEX)
 _PARTIAL = ".ckptkit-partial"
 
 
 class Upload:
-    """Uploads the files of an HF directory to `url`. Threads may share it.
+    """Uploads the files of an HF directory to `url`; threads can share it.
 
-    A store cannot rename, so files get their names at once; `config.json` and the index are held back until `finish`.
-    Beginning raises CkptkitError as `check_upload` does, and where nothing may be written there.
+    Stores cannot rename, so files get their final names; `config.json` and the index are uploaded by `finish`. Raises
+    CkptkitError like `check_upload`, and if `url` is not writable.
     """
 
     def __init__(self, url: str, overwrite: bool = False, sources: Iterable[str | Path | None] = ()) -> None:
@@ -41,38 +41,38 @@ class Upload:
         self._store = Store(url)
         self._lock = threading.Lock()
         self._replaced = False
-        self._there = [_PARTIAL]
+        self._uploaded = [_PARTIAL]
         self._held: dict[str, bytes] = {}
         self._store.write(_PARTIAL, b"\n")
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a whole file of this machine as `name`, relative to the URL; it may be removed afterwards."""
+        """Uploads a complete local file as `name`, relative to the URL; it may be removed afterwards."""
         if name in _LAST:
             self._held[name] = file.read_bytes()
             return
         with self._lock:
             self._remove_old()
-            self._there.append(name)
+            self._uploaded.append(name)
         self._store.upload(file, name)
 
     def finish(self) -> None:
-        """Makes a checkpoint of what was put. Raises CkptkitError when there is no config.json among it."""
+        """Completes the checkpoint. Raises CkptkitError without a config.json."""
         if "config.json" not in self._held:
             raise CkptkitError(f"{self._store.url}: config.json was never put", "put every file of the directory")
         self._remove_old()
         for name in filter(self._held.__contains__, _LAST):
-            self._there.append(name)
+            self._uploaded.append(name)
             self._store.write(name, self._held[name])
         self._store.remove([_PARTIAL])
 
     def discard(self) -> str:
-        """Removes what was put, the index first, if the store can be reached. Returns what became of it, in words."""
-        # The error that led here says more; and what stays says itself that it did not finish.
+        """Removes the uploaded files, the index first, if the store can be reached. Returns a description."""
+        # The error of this removal is less important than the original one; _PARTIAL marks remaining files.
         try:
-            _remove(self._store, self._there)
+            _remove(self._store, self._uploaded)
         except CkptkitError:
             return f"{self._store.url} may still hold files of it: replace them with --overwrite"
-        return f"what was at {self._store.url} has been removed" if self._replaced else "nothing was left behind"
+        return f"the old files at {self._store.url} have been removed" if self._replaced else "nothing was left behind"
 
     def _remove_old(self) -> None:
         old, self._old = self._old, []
@@ -81,7 +81,7 @@ class Upload:
 
 
 class _Uploading(Journal):
-    """A journal of files that are uploaded, and removed here, as soon as they are whole."""
+    """A journal that uploads complete files, and removes the local ones."""
 
     def __init__(self, root: Path, upload: Upload) -> None:
         super().__init__(root)
@@ -97,10 +97,10 @@ class _Uploading(Journal):
 def new_upload(
     url: str, *, overwrite: bool = False, sources: Iterable[str | Path | None] = ()
 ) -> Iterator[tuple[Path, Journal]]:
-    """A temporary directory that becomes the HF directory at `url` when the block ends well, and its journal.
+    """A temporary directory that becomes the HF directory at `url` after the block, and its journal.
 
-    A file that is recorded there goes up at once and is removed here, the others at the end. When the block ends badly,
-    what went up is removed. Raises CkptkitError as `Upload` does, and when there is no room here.
+    A recorded file is uploaded and removed at once, the others at the end. After an error the uploaded files are
+    removed. Raises CkptkitError like `Upload`, and if the local disk is full.
     """
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
         root, upload = Path(folder), Upload(url, overwrite, sources)
@@ -113,19 +113,20 @@ def new_upload(
                     upload.put(path, name)
             upload.finish()
         except BaseException as error:
-            became = upload.discard()
+            result = upload.discard()
             if isinstance(error, OSError):
-                room = f"files are whole in {tempfile.gettempdir()} before they go up: make room there, or set TMPDIR"
-                raise CkptkitError(f"writing {url}: {error}", f"{room}; {became}") from error
-            error.add_note(became)
+                hint = (
+                    f"files are complete in {tempfile.gettempdir()} before the upload: free space there, or set TMPDIR"
+                )
+                raise CkptkitError(f"writing {url}: {error}", f"{hint}; {result}") from error
+            error.add_note(result)
             raise
 
 
 def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> list[str]:
-    """The names of what is at `url` and will be replaced. Raises CkptkitError for anything there, without `overwrite`.
+    """The files at `url` that will be replaced. Raises CkptkitError for existing files without `overwrite`.
 
-    Only a checkpoint or an unfinished upload is replaced, and never one of `sources`, or anything around or inside
-    them.
+    Only a checkpoint or an unfinished upload is replaced, and never one of `sources` or anything around or inside them.
     """
     store = Store(url)
     for source in sources:
@@ -133,8 +134,8 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
             raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination next to it")
     sizes = {name: int(entry["size"]) for name, entry in store.files().items()} if store.top() else {}
     if sizes and not overwrite:
-        what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in sizes else "exists already"
-        raise CkptkitError(f"{url} {what}", "choose another destination, or replace it with --overwrite")
+        why = "holds an unfinished upload, which may still be running" if _PARTIAL in sizes else "exists already"
+        raise CkptkitError(f"{url} {why}", "choose another destination, or replace it with --overwrite")
     if sizes and _PARTIAL not in sizes:
         require_checkpoint(url, sizes, _Stored(store, sizes))
     return list(sizes)
@@ -160,7 +161,7 @@ class _Stored:
 
     def fault(self, name: str) -> str | None:
         if not name.endswith(".safetensors"):
-            return f"{name} is not safetensors, and no other weights are looked at here"
+            return f"{name} is not safetensors, and no other weights are checked here"
         with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
             header = Path(folder) / "header"
             fetch_header(self.store, name, self.sizes[name], header)
@@ -169,10 +170,10 @@ class _Stored:
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:
-    """Removes files, first what makes a checkpoint of them."""
-    there = list(dict.fromkeys(names))
-    first = [name for name in (INDEX, SINGLE, "config.json") if name in there]
-    last = [_PARTIAL] * (_PARTIAL in there)
-    for some in (first, [name for name in there if name not in first + last], last):
+    """Removes files, the index and config.json first."""
+    files = list(dict.fromkeys(names))
+    first = [name for name in (INDEX, SINGLE, "config.json") if name in files]
+    last = [_PARTIAL] * (_PARTIAL in files)
+    for some in (first, [name for name in files if name not in first + last], last):
         if some:
             store.remove(some)

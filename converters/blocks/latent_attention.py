@@ -35,10 +35,8 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
     require(config, "latent attention", {"rope_interleave": True}, "Megatron's rotates dimensions in pairs")
     heads = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", heads) != heads:
-        raise CkptkitError(
-            f"config.json: num_key_value_heads is not {heads}, the value of num_attention_heads",
-            "latent attention has one key and value head per query head",
-        )
+        message = f"config.json: num_key_value_heads is not {heads}, the value of num_attention_heads"
+        raise CkptkitError(message, "latent attention has one key and value head per query head")
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
         hint = "qk_rope_head_dim is the number of rotary dimensions"
         raise unsupported("partial_rotary_factor with latent attention", hint)
@@ -90,11 +88,8 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
     """
     kind = rope["rope_type"]
     if kind != "yarn":
-        raise CkptkitError(
-            f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments",
-            "Megatron only supports yarn",
-            code="unsupported",
-        )
+        message = f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments"
+        raise CkptkitError(message, "Megatron only supports yarn", code="unsupported")
     for key, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, only) not in (only, None):
             raise CkptkitError(
@@ -104,7 +99,5 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     if bool(mscale) != bool(all_dim):
-        raise unsupported(
-            f"yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g}",
-            "transformers ignores one without the other, but Megatron and SGLang do not",
-        )
+        hint = "transformers ignores one without the other, but Megatron and SGLang do not"
+        raise unsupported(f"yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g}", hint)

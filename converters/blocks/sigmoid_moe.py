@@ -45,10 +45,8 @@ def _groups(config: Mapping[str, Any], experts: int, top_k: int) -> dict[str, An
     """
     groups, top_groups = integer(config, "n_group"), integer(config, "topk_group")
     if not 0 < top_groups <= groups or experts % groups:
-        raise CkptkitError(
-            f"config.json: {top_groups} of {groups} groups of {experts} experts is invalid",
-            "compare n_group and topk_group with the release",
-        )
+        message = f"config.json: {top_groups} of {groups} groups of {experts} experts is invalid"
+        raise CkptkitError(message, "compare n_group and topk_group with the release")
     if groups > 1 and top_k // top_groups != 2:
         raise unsupported(
             f"{top_k} experts per token out of {top_groups} groups",

@@ -81,10 +81,8 @@ def agreed(
     """A value that engines or releases have under several keys. Raises CkptkitError if two of them differ."""
     values = {key: read(config, key) for key in keys if config.get(key) is not None}
     if len(set(values.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in values.items())}",
-            "make them equal: each engine reads one of them",
-        )
+        message = f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in values.items())}"
+        raise CkptkitError(message, "make them equal: each engine reads one of them")
     return next(iter(values.values())) if values else read(config, keys[0], default)
 
 
@@ -115,10 +113,8 @@ def agreed_by_layer(config: Mapping[str, Any], spellings: Mapping[str, Mapping[A
         if (kinds := kinds_of_layers(config, key, tuple(words))) is not None:
             lists[key] = tuple(words[kind] for kind in kinds)
     if len(set(lists.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' and '.join(lists)} name different layers",
-            "make them agree: each engine reads one of them",
-        )
+        message = f"config.json: {' and '.join(lists)} name different layers"
+        raise CkptkitError(message, "make them agree: each engine reads one of them")
     return next(iter(lists.values()), None)
 
 
@@ -130,10 +126,8 @@ def places(kinds: Iterable[Any], *selected: Any) -> tuple[int, ...]:
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     value = config.get(key)
     if value is None and default is _REQUIRED:
-        raise CkptkitError(
-            f"config.json has no {key!r}",
-            f"a {config.get('model_type', 'rope')} config requires it; compare it with the release",
-        )
+        hint = f"a {config.get('model_type', 'rope')} config requires it; compare it with the release"
+        raise CkptkitError(f"config.json has no {key!r}", hint)
     return default if value is None else value
 
 
@@ -207,10 +201,8 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 def without_windows(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError if a Qwen config enables sliding windows, which `sliding_window` does not do by itself."""
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
-        raise unsupported(
-            f"{config['model_type']} with use_sliding_window or such layers in layer_types",
-            "no released model uses it; set it to false if you train with contexts shorter than the window",
-        )
+        hint = "no released model uses it; set it to false if you train with contexts shorter than the window"
+        raise unsupported(f"{config['model_type']} with use_sliding_window or such layers in layer_types", hint)
 
 
 def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
@@ -225,10 +217,8 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
             raise wrong(key, value, "an object")
     theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
     if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
-        raise CkptkitError(
-            f"config.json: rope_theta is {theta4} but {theta5} in rope_parameters",
-            "transformers v4 reads the first and v5 the second; make them equal",
-        )
+        message = f"config.json: rope_theta is {theta4} but {theta5} in rope_parameters"
+        raise CkptkitError(message, "transformers v4 reads the first and v5 the second; make them equal")
     rope = {**v4, **v5}
     rope["rope_theta"] = number(v5, "rope_theta", number(config, "rope_theta", default_theta))
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))

@@ -73,7 +73,7 @@ FAMILIES = (
         ("DeepseekV3ForCausalLM",),
         read_dims,
         mappings,
-        carried_ends=ROTARY_FREQUENCIES,
+        passthrough_suffixes=ROTARY_FREQUENCIES,
         release=_RELEASE,
     ),
     ModelFamily(
@@ -81,8 +81,8 @@ FAMILIES = (
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         read_k25_dims,
         mappings,
-        carried=("vision_tower.", "mm_projector."),
-        carried_ends=ROTARY_FREQUENCIES,
+        passthrough=("vision_tower.", "mm_projector."),
+        passthrough_suffixes=ROTARY_FREQUENCIES,
         release=_K25_RELEASE,
     ),
 )

@@ -73,10 +73,8 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
         raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
     head_dim = integer(config, "index_head_dim")
     if mla.rope > head_dim:
-        raise CkptkitError(
-            f"config.json: index_head_dim {head_dim} is less than qk_rope_head_dim {mla.rope}",
-            "compare both with the release",
-        )
+        message = f"config.json: index_head_dim {head_dim} is less than qk_rope_head_dim {mla.rope}"
+        raise CkptkitError(message, "compare both with the release")
     own = _own(config)
     every, first = _schedule(own)
     return Indexer(
@@ -99,10 +97,8 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
     if config.get(key) is not None:
         every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
-            raise CkptkitError(
-                f"config.json: an indexer every {every} layers from layer {first} on is invalid",
-                "compare it with the release",
-            )
+            message = f"config.json: an indexer every {every} layers from layer {first} on is invalid"
+            raise CkptkitError(message, "compare it with the release")
         given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
     own = agreed_by_layer(given, dict.fromkeys(("indexer_types", "index_topk_pattern", key), _KINDS))
     own = (True,) * layers if own is None else own
@@ -121,10 +117,8 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     later = [layer for layer in range(first, len(own)) if own[layer]]
     every = (later[0] if later else len(own)) + 1 - first
     if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
-        raise unsupported(
-            "an indexer in layers without a fixed distance",
-            "Megatron has no arguments for such a pattern",
-        )
+        message = "an indexer in layers without a fixed distance"
+        raise unsupported(message, "Megatron has no arguments for such a pattern")
     return every, first
 
 
@@ -170,10 +164,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         **read_sigmoid_moe(config, ABSENT if is_glm else {}),
     )
     if dims.mtp_layers > 1 and len(dims.indexer.layers) < dims.layers:  # type: ignore[union-attr]
-        raise unsupported(
-            f"{dims.mtp_layers} multi-token prediction layers with shared indexers",
-            "Megatron would share the indexer of the first; no released model has more than one",
-        )
+        message = f"{dims.mtp_layers} multi-token prediction layers with shared indexers"
+        raise unsupported(message, "Megatron would share the indexer of the first; no released model has more than one")
     return dims
 
 
@@ -194,7 +186,7 @@ FAMILIES = (
         read_dims,
         mappings,
         _DIALECTS,
-        carried_ends=ROTARY_FREQUENCIES,
+        passthrough_suffixes=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
     ),
     ModelFamily(

@@ -14,9 +14,9 @@ from typing import Any
 from ckptkit.converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
 from ckptkit.converters.config.dims import ModelDims, base_dims, first_layers, require_positive
 from ckptkit.converters.config.values import integer, kinds_of_layers, places, require, unsupported
-from ckptkit.converters.family import Draft, ModelFamily, Release, Unwitnessed
+from ckptkit.converters.family import Draft, MegatronGap, ModelFamily, Release
 from ckptkit.converters.ops.shapes import Shape
-from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, with_hf_names
 from ckptkit.core.errors import CkptkitError
 
 _WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens per compressed key; 0: attention sees only a window
@@ -104,7 +104,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
         joint: dict[str, Shape] = {f"{name}.weight": (size,) for name in ("enorm", "hnorm", "norm")}
         joint |= {f"{name}.weight": (size, size) for name in ("e_proj", "h_proj")}
         rules += [*_layer(dims, at), *_bias(dims, at), *_streams(dims, at, "hc_head_", 1, 1), *at.tensors(joint)]
-    return unnamed(rules)
+    return with_hf_names(rules)
 
 
 def _layer(dims: ModelDims, at: NamePrefix) -> list[ParamMapping]:
@@ -184,7 +184,7 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(root="", head="head", moe="ffn", experts=W1_W3_W2, drafts=_drafts, own_tree=True, kept=_KEPT),
-        unwitnessed=Unwitnessed(
+        unwitnessed=MegatronGap(
             "megatron-core 0.19 has no compressed attention, hyper-connections or tables of experts", None
         ),
     ),

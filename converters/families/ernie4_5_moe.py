@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from ckptkit.converters.config.dims import ModelDims, base_dims
 from ckptkit.converters.config.values import flag, integer, require
-from ckptkit.converters.family import ModelFamily, Release, Unwitnessed
+from ckptkit.converters.family import MegatronGap, ModelFamily, Release
 from ckptkit.converters.ops.basic import OneRow
 from ckptkit.converters.rules import ParamMapping, decoder
 
@@ -58,9 +58,9 @@ FAMILIES = (
         ("Ernie4_5_MoeForCausalLM",),
         read_dims,
         mappings,
-        carried=("model.mtp_",),
+        passthrough=("model.mtp_",),
         release=Release(classes={"Router": "Ernie4_5_MoeTopKRouter"}),
-        unwitnessed=Unwitnessed(
+        unwitnessed=MegatronGap(
             "its router selects by softmax and a bias, Megatron's by sigmoid and one", "Megatron-Bridge"
         ),
     ),

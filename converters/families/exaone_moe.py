@@ -43,10 +43,8 @@ def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     layers = integer(config, "num_hidden_layers")
     sliding = sliding_layers({**config, "layer_types": config.get("layer_types") or ()}, 4)
     if config.get("sliding_window") is None or not sliding:
-        raise unsupported(
-            "exaone_moe without layers with a sliding window (sliding_window, layer_types)",
-            "transformers then leaves rotary embedding out of every layer, SGLang out of none",
-        )
+        message = "exaone_moe without layers with a sliding window (sliding_window, layer_types)"
+        raise unsupported(message, "transformers then leaves rotary embedding out of every layer, SGLang out of none")
     windows = [config["sliding_window"] if layer in sliding else 0 for layer in range(layers)]
     only = {"sliding_windows": windows, "swiglu_limits": ([0] * layers, [], None)}
     require(config, "exaone_moe", only, "Megatron has one window and one limit for all layers", strict=True)
@@ -87,8 +85,8 @@ FAMILIES = (
         ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
         read_dims,
         mappings,
-        carried=("mtp.",),
-        fused=FusedExperts(renamed=True),
+        passthrough=("mtp.",),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(drafts=_drafts, classes={"Router": "ExaoneMoeTopkRouter"}),
     ),
 )

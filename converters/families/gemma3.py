@@ -135,7 +135,7 @@ _TEXT = ModelFamily(
     ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     read_dims,
     mappings,
-    carried=("vision_tower.", "multi_modal_projector."),
+    passthrough=("vision_tower.", "multi_modal_projector."),
     release=Release(classes=_CLASSES),
 )
 FAMILIES = (

@@ -17,9 +17,9 @@ from ckptkit.converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
 from ckptkit.converters.config.dims import Indexer, Kda, ModelDims, base_dims
 from ckptkit.converters.config.values import integer, kinds_of_layers, places, text_part
 from ckptkit.converters.families.kimi_k3 import kda
-from ckptkit.converters.family import ModelFamily, Unwitnessed
+from ckptkit.converters.family import MegatronGap, ModelFamily
 from ckptkit.converters.ops.shapes import Shape
-from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, with_hf_names
 
 _LINEAR = "linear_attention"
 # Words for the other layers: the release's, that of its first config class, and that which transformers saves.
@@ -59,7 +59,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the model, with those of its multi-token prediction layers."""
     linear = decoder(dims, dims.mixers)
-    return unnamed(
+    return with_hf_names(
         (
             *embeddings(dims),
             *_hyper_connections(dims),
@@ -122,9 +122,9 @@ FAMILIES = (
         ("Glm5NextForConditionalGeneration",),
         read_dims,
         mappings,
-        carried=("model.visual.",),
+        passthrough=("model.visual.",),
         # No class of transformers 5.12 says which of its modules are Linear layers.
         release=None,
-        unwitnessed=Unwitnessed("its delta attention, hyper-connections and pooled indexer are in none", None),
+        unwitnessed=MegatronGap("its delta attention, hyper-connections and pooled indexer are in none", None),
     ),
 )

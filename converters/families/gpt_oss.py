@@ -78,7 +78,7 @@ FAMILIES = (
         ("GptOssForCausalLM",),
         read_dims,
         mappings,
-        fused=FusedExperts(transposed=True, interleaved=True, always=True),
+        fused=FusedExperts(transposed=True, interleaved=True, is_required=True),
         release=None,
     ),
 )

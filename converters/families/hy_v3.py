@@ -56,7 +56,7 @@ FAMILIES = (
         ("HYV3ForCausalLM",),
         read_dims,
         mappings,
-        fused=FusedExperts(renamed=True),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(
             drafts=appended_drafts,
             classes={"Router": "HYV3TopKRouter"},

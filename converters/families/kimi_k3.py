@@ -15,7 +15,7 @@ from ckptkit.converters.blocks.latent_attention import read_mla
 from ckptkit.converters.blocks.sigmoid_moe import read_sigmoid_moe
 from ckptkit.converters.config.dims import Kda, ModelDims, base_dims, first_layers
 from ckptkit.converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
-from ckptkit.converters.family import ModelFamily, Unwitnessed
+from ckptkit.converters.family import MegatronGap, ModelFamily
 from ckptkit.converters.ops.basic import Copy, Op, ZeroPadded
 from ckptkit.converters.ops.shapes import Shape
 from ckptkit.converters.rules import ParamMapping, decoder
@@ -120,10 +120,8 @@ def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
     lists = [given.get(key) for key in ("kda_layers", "full_attn_layers")]
     stated = [layer for one in lists if isinstance(one, list) for layer in one]
     if len(stated) != count or any(type(layer) is not int for layer in stated) or {*stated} != {*range(1, count + 1)}:
-        raise CkptkitError(
-            f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once",
-            "compare both with the release",
-        )
+        message = f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once"
+        raise CkptkitError(message, "compare both with the release")
     known = {"num_heads": _HEADS, "use_full_rank_gate": True}
     require({**dict.fromkeys(known), **given}, "kimi_k3.linear_attn_config", known, strict=True)
     net = Kda(_HEADS, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
@@ -195,10 +193,10 @@ FAMILIES = (
         ("KimiK3ForConditionalGeneration",),
         read_dims,
         mappings,
-        carried=("vision_tower.", "mm_projector."),
+        passthrough=("vision_tower.", "mm_projector."),
         # No class of transformers says which of its modules are Linear layers.
         release=None,
-        unwitnessed=Unwitnessed(
+        unwitnessed=MegatronGap(
             "its delta attention, aggregated residuals and activation are in none", "Megatron-Bridge"
         ),
     ),

@@ -32,6 +32,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 FAMILIES = (
     ModelFamily(
-        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES
+        ("llama",),
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),
+        read_dims,
+        dense_model,
+        passthrough_suffixes=ROTARY_FREQUENCIES,
     ),
 )

@@ -67,7 +67,7 @@ FAMILIES = (
         read_dims,
         mappings,
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
-        fused=FusedExperts(renamed=True),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
     ),
 )

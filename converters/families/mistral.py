@@ -61,14 +61,14 @@ def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 FAMILIES = (
-    ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES),
+    ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, dense_model, passthrough_suffixes=ROTARY_FREQUENCIES),
     ModelFamily(("ministral3",), ("Ministral3ForCausalLM",), read_ministral3_dims, dense_model),
     ModelFamily(
         ("mistral3",),
         ("Mistral3ForConditionalGeneration",),
         read_mistral3_dims,
         dense_model,
-        carried=("vision_tower.", "multi_modal_projector."),
+        passthrough=("vision_tower.", "multi_modal_projector."),
         release=Release(_ROOT, "language_model.lm_head", nested=True, linears_outside=_linears_outside),
     ),
 )

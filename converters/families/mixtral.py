@@ -34,8 +34,8 @@ FAMILIES = (
         ("MixtralForCausalLM",),
         read_dims,
         mappings,
-        fused=FusedExperts(renamed=True),
-        carried_ends=ROTARY_FREQUENCIES,
+        fused=FusedExperts(renames_tensors=True),
+        passthrough_suffixes=ROTARY_FREQUENCIES,
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MixtralTopKRouter"}),
     ),
 )

@@ -52,10 +52,8 @@ def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent
     if letters is not None and (not isinstance(letters, str) or set(letters) - known):
         raise unsupported(f"{as_string} {shortened(letters)}", f"each layer must be one of {' '.join(sorted(known))}")
     if len(set(found.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {as_list} and {as_string} describe different layers",
-            "take both from the release: each engine reads one of them",
-        )
+        message = f"config.json: {as_list} and {as_string} describe different layers"
+        raise CkptkitError(message, "take both from the release: each engine reads one of them")
     if not found and absent is None:
         raise CkptkitError(f"config.json has neither {as_list!r} nor {as_string!r}", "compare it with the release")
     pattern = next(iter(found.values()), absent) or ""
@@ -75,10 +73,8 @@ def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
     # transformers saves infinity as {"__float__": "Infinity"}.
     open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
     if low != 0 or not open_end:
-        raise unsupported(
-            f"time_step_limit {shortened(limit)}",
-            "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]",
-        )
+        hint = "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]"
+        raise unsupported(f"time_step_limit {shortened(limit)}", hint)
 
 
 def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
@@ -191,10 +187,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
         raise wrong("num_hidden_layers", config["num_hidden_layers"], f"the {len(pattern)} that the pattern names")
     if not set(mtp_pattern) <= set(pattern):
-        raise unsupported(
-            f"a multi-token prediction layer with kinds ({mtp_pattern}) that the model's layers do not have",
-            "no released model has one",
-        )
+        message = f"a multi-token prediction layer with kinds ({mtp_pattern}) that the model's layers do not have"
+        raise unsupported(message, "no released model has one")
     text = {
         **config,
         "num_hidden_layers": len(pattern),
@@ -270,7 +264,7 @@ FAMILIES = (
         ("NemotronHForCausalLM",),
         read_dims,
         mappings,
-        fused=FusedExperts(renamed=True),
+        fused=FusedExperts(renames_tensors=True),
         release=Release(
             "backbone.", moe="mixer", experts=_UP_DOWN, drafts=_drafts, classes={"Router": "NemotronHTopkRouter"}
         ),

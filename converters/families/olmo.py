@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.converters.blocks.decoder import attention, embeddings, full_qk_norms, moe_mlp
 from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
 from ckptkit.converters.config.values import integer, require
-from ckptkit.converters.family import ModelFamily, Release, Unwitnessed
+from ckptkit.converters.family import MegatronGap, ModelFamily, Release
 from ckptkit.converters.rules import ParamMapping
 
 
@@ -47,6 +47,6 @@ FAMILIES = (
         olmoe_mappings,
         release=Release(classes={"Router": "OlmoeTopKRouter"}),
         # No release that was read has it.
-        unwitnessed=Unwitnessed("its norms of q and k run over all heads, Megatron's over one", "Megatron-Bridge"),
+        unwitnessed=MegatronGap("its norms of q and k run over all heads, Megatron's over one", "Megatron-Bridge"),
     ),
 )

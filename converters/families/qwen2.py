@@ -40,7 +40,7 @@ def moe_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 FAMILIES = (
-    ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES),
+    ModelFamily(("qwen2",), ("Qwen2ForCausalLM",), read_dims, dense_model, passthrough_suffixes=ROTARY_FREQUENCIES),
     ModelFamily(
         ("qwen2_moe",),
         ("Qwen2MoeForCausalLM",),

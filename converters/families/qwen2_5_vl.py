@@ -42,7 +42,7 @@ FAMILIES = (
         ("Qwen2_5_VLForConditionalGeneration",),
         read_dims,
         dense_model,
-        carried=("visual.",),
+        passthrough=("visual.",),
         release=_RELEASE,
     ),
 )

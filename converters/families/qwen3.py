@@ -97,7 +97,7 @@ _VL = ModelFamily(
     ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     read_vl_dims,
     mappings,
-    carried=("model.visual.",),
+    passthrough=("model.visual.",),
     fused=FusedExperts(transposed=True),
     release=_VL_RELEASE,
 )
@@ -107,7 +107,7 @@ _OMNI = ModelFamily(
     ("Qwen3OmniMoeThinkerForConditionalGeneration",),
     read_omni_dims,
     mappings,
-    carried=_TOWERS,
+    passthrough=_TOWERS,
     release=None,  # no INT4: the Linear layers of towers and talker are not listed
 )
 FAMILIES = (
@@ -131,6 +131,6 @@ FAMILIES = (
         _OMNI,
         model_types=("qwen3_omni_moe",),
         architectures=("Qwen3OmniMoeForConditionalGeneration",),
-        carried=(*(f"{_THINKER}{tower}" for tower in _TOWERS), "talker.", "code2wav."),
+        passthrough=(*(f"{_THINKER}{tower}" for tower in _TOWERS), "talker.", "code2wav."),
     ),
 )

@@ -69,7 +69,7 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         read_dims,
         partial(linear_model, by_key_head=False),
         {"slime": partial(linear_model, by_key_head=False, slime=True)},
-        carried=("model.visual.",),
+        passthrough=("model.visual.",),
         language_models=language_models,
         release=release,
     )

@@ -32,10 +32,8 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     by_interval = [_KINDS[(layer + 1) % interval == 0] for layer in range(count)]
     kinds = kinds_of_layers({**config, "layer_types": config.get("layer_types") or by_interval}, "layer_types", _KINDS)
     if "full_attention_interval" in config and kinds != by_interval:
-        raise CkptkitError(
-            f"config.json: layer_types differs from full_attention_interval {interval} for {count} layers",
-            "transformers reads the first and SGLang the second; make them agree",
-        )
+        message = f"config.json: layer_types differs from full_attention_interval {interval} for {count} layers"
+        raise CkptkitError(message, "transformers reads the first and SGLang the second; make them agree")
     return LinearAttention(
         key_heads=integer(config, "linear_num_key_heads"),
         value_heads=integer(config, "linear_num_value_heads"),

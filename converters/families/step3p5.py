@@ -17,10 +17,10 @@ from typing import Any
 from ckptkit.converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
 from ckptkit.converters.config.dims import ModelDims, base_dims
 from ckptkit.converters.config.values import integer, kinds_of_layers, places, text_config_of, wrong
-from ckptkit.converters.family import Draft, ModelFamily, Release, Unwitnessed
+from ckptkit.converters.family import Draft, MegatronGap, ModelFamily, Release
 from ckptkit.converters.ops.basic import Copy
 from ckptkit.converters.ops.shapes import Shape
-from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, with_hf_names
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _STACKED = ("moe.gate_proj", "moe.up_proj", "moe.down_proj")
@@ -83,7 +83,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     for one in dims.own:
         for layer in one.layers:
             rules += _draft(dims, one, layer) if layer >= dims.layers else ()
-    return unnamed(rules)
+    return with_hf_names(rules)
 
 
 def _attention(dims: ModelDims, one: _Heads, at: NamePrefix) -> Iterator[ParamMapping]:
@@ -130,7 +130,7 @@ _TEXT = ModelFamily(
     read_dims,
     mappings,
     release=_RELEASE,
-    unwitnessed=Unwitnessed("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
+    unwitnessed=MegatronGap("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
 )
 FAMILIES = (
     _TEXT,
@@ -138,7 +138,7 @@ FAMILIES = (
         _TEXT,
         model_types=("step3p7",),
         architectures=("Step3p7ForConditionalGeneration",),
-        carried=("vision_model.", "vit_large_projector."),
+        passthrough=("vision_model.", "vit_large_projector."),
         release=replace(_RELEASE, nested=True),
     ),
 )

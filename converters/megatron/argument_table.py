@@ -108,7 +108,7 @@ ARGUMENTS = (
     # Megatron's latent attention reads it for every type, and its default is 40.
     Argument("rotary_scaling_factor", float, values.scaling_factor, 1.0, when=lambda dims: dims.mla or yarn(dims)),
     _llama3("use_rope_scaling", bool, fixed(True)),
-    # No Megatron builder passes it to the model; see `unsaid`.
+    # No Megatron builder passes it to the model; see `inexpressible`.
     _llama3("rope_scaling_factor", float, rope_number("factor"), read=reading.llama3_factor, printed="never"),
     Argument(
         "rotary_seq_len_interpolation_factor",

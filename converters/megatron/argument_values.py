@@ -64,11 +64,8 @@ def refuse_inexpressible(dims: ModelDims) -> None:
     ):
         return
     hint = "remove the scaling if it is only for longer contexts than you train with"
-    raise CkptkitError(
-        f"config.json: rope scaling {shortened(kind)} with these values has no Megatron arguments",
-        f"training would run a different model; {hint}",
-        code="unsupported",
-    )
+    message = f"config.json: rope scaling {shortened(kind)} with these values has no Megatron arguments"
+    raise CkptkitError(message, f"training would run a different model; {hint}", code="unsupported")
 
 
 def _scaling(dims: ModelDims) -> Any:

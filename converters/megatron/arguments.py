@@ -47,7 +47,7 @@ def comparable_args(dims: ModelDims) -> dict[str, Any]:
 def launch_flags(args: Mapping[str, Any]) -> list[str]:
     """Each argument as one line (`--num-layers 48`), quoted for a shell, without switches that are off and None values.
 
-    Arguments without a flag and the lines of `unsaid` are comments.
+    Arguments without a flag and the lines of `inexpressible` are comments.
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
     lines = [
@@ -55,7 +55,7 @@ def launch_flags(args: Mapping[str, Any]) -> list[str]:
         for row in ARGUMENTS
         if row.printed == "comment" and args.get(row.name, row.default) != row.default
     ]
-    return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(UNSAID, ()))]
+    return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(NO_ARGUMENT_KEY, ()))]
 
 
 def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -64,7 +64,7 @@ def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield "--num-query-groups", [str(args["num_query_groups"])]
     for name, value in args.items():
         row = BY_NAME.get(name) or Argument(name)
-        if name == UNSAID or row.printed != "option" or value is None:
+        if name == NO_ARGUMENT_KEY or row.printed != "option" or value is None:
             continue
         if isinstance(value, bool):
             if value != bool(row.starts):
@@ -88,13 +88,13 @@ def pattern(values: Sequence[int]) -> str:
 
 
 # The name under which `model_arguments` lists these lines.
-UNSAID = "no_argument_for"
+NO_ARGUMENT_KEY = "no_argument_for"
 # The default factor. slime, miles and Megatron-LM 0.13 to 0.19 do not pass --rope-scaling-factor to GPTModel.
 # Source: slime and miles `megatron_utils/model_provider.py`, Megatron-LM `gpt_builders.py`.
 LLAMA3_FACTOR = 8.0
 
 
-def unsaid(dims: ModelDims) -> list[str]:
+def inexpressible(dims: ModelDims) -> list[str]:
     """A line for each feature of the model without Megatron-LM arguments, and the way to build it.
 
     Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`,

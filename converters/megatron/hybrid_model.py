@@ -71,11 +71,8 @@ def is_hybrid(names: Collection[str]) -> bool:
 def refuse_gpt_only(dims: ModelDims) -> None:
     """Raises CkptkitError for a model that GPTModel supports but HybridModel (0.19.2) does not."""
     for reason in gpt_only(dims):
-        raise CkptkitError(
-            f"Megatron's HybridModel does not support this model: {reason}",
-            "leave out --dialect hybrid: GPTModel supports it",
-            code="unsupported",
-        )
+        message = f"Megatron's HybridModel does not support this model: {reason}"
+        raise CkptkitError(message, "leave out --dialect hybrid: GPTModel supports it", code="unsupported")
 
 
 def refuse_hybrid_only(dims: ModelDims) -> None:

@@ -20,7 +20,7 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.converters.ops.basic import Copy, Op
 from ckptkit.converters.ops.shapes import Shape, shape_of
 from ckptkit.converters.planner import MCORE, Rule, dialect_of, dims_of, rules_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
@@ -110,7 +110,7 @@ class LegacyCheckpoint:
     @cached_property
     def _tensors(self) -> Mapping[str, _Joined]:
         tensors = _name_tensors(self.files, self.config)
-        config = as_stored(self.config, tensors)
+        config = adapt_config(self.config, tensors)
         rules = {rule.megatron: rule for rule in rules_of(config, dialect_of(config, tensors))}
         return {name: _join(name, copies, rules.get(name), self.files) for name, copies in tensors.items()}
 

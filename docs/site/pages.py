@@ -100,11 +100,11 @@ EXAMPLES = {
     ),
     "CK123": (
         "a delta whose copy was cut short",
-        "expected 9288 bytes, as its header says; actual 9279 bytes: the file is truncated",
+        "expected 9288 bytes, according to its header; actual 9279 bytes: the file is truncated",
     ),
     "CK221": (
         "deltas replayed onto another base, of which one norm differs",
-        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, and the "
+        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, the "
         "writer's had …",
     ),
     "CK222": (

@@ -23,7 +23,7 @@ from ckptkit.quant.ignore.names import entries_for, fused_layer
 from ckptkit.quant.ignore.readers import KEYS
 from ckptkit.quant.ignore.rules import ORDER, LintFinding, examine, finding, idle
 from ckptkit.quant.ignore.subject import WRITTEN, IgnoreList, open_subject
-from ckptkit.storage.write import write_whole
+from ckptkit.storage.write import write_atomically
 
 _DISAGREEMENTS = ("refused", "disagreement", "exposed")
 
@@ -196,8 +196,8 @@ def _rewrite(file: Path, config: Mapping[str, Any]) -> None:
     """Replaces a JSON file; keeps the old one as FILE.orig unless that exists already."""
     original = file.with_name(f"{file.name}.orig")
     if not original.exists():
-        write_whole(original, file.read_bytes())
-    write_whole(file, json.dumps(config, indent=2) + "\n")
+        write_atomically(original, file.read_bytes())
+    write_atomically(file, json.dumps(config, indent=2) + "\n")
 
 
 _COPIED = 40  # entries of a list shown one by one

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.converters.family import ModelFamily
-from ckptkit.converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
+from ckptkit.converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, name_in_layer
 from ckptkit.converters.registry import family_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
@@ -223,7 +223,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[s
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
-        asked = tail(rest) in tree.tails or module in draft.own
+        asked = name_in_layer(rest) in tree.tails or module in draft.own
         in_sglang = asked and draft.sglang is not None and not module.endswith(_DENSE_IN_SGLANG)
         layer = fused_layer(f"{draft.sglang}{rest}", None) if in_sglang else None
         own = fused_layer(f"{draft.sglang_own}{rest}", None) if asked and draft.sglang_own is not None else None

@@ -16,7 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ckptkit.converters.hf_names import tail
+from ckptkit.converters.hf_names import name_in_layer
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.ignore.matching import (
     PLAIN,
@@ -104,7 +104,7 @@ def _left_out_by_miles(parameter: str, config: Mapping[str, Any]) -> bool:
 
 
 def _module(parameter: str) -> str:
-    return tail(parameter.removesuffix(".weight"))
+    return name_in_layer(parameter.removesuffix(".weight"))
 
 
 Method = Literal[

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.converters.hf_names import IN_LAYER, layer_of, tail
+from ckptkit.converters.hf_names import IN_LAYER, layer_of, name_in_layer
 from ckptkit.core.specs import fold
-from ckptkit.formats.hf.side_files import stated_quantization
+from ckptkit.formats.hf.side_files import declared_quantization
 from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.formats.groups import group_of, groups_of, is_cache_calibrated
 from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs
@@ -195,7 +195,7 @@ _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds entries whose layer number or module name is also the start of another one."""
     routers = frozenset(
-        tail(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
+        name_in_layer(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
     )
     for pattern in subject.ignore:
         swallowed: dict[str, list[str]] = {}
@@ -221,7 +221,7 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
         plain = pattern.removesuffix(".weight").lower()
         start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]
         return start >= 0 and (after[:1] not in ("", ".") or module[:start][-1:] not in ("", "."))
-    matches, parent, name = matcher(pattern), module.rpartition(".")[0], tail(module)
+    matches, parent, name = matcher(pattern), module.rpartition(".")[0], name_in_layer(module)
     prefixes = (one for one in routers if name.startswith(one) and name[len(one) :][:1] not in ("", "."))
     if (router := next(prefixes, None)) is None or matches(f"{parent}.\0"):
         return False  # an entry that covers every name under this parent does so on purpose
@@ -305,7 +305,7 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds a quantized key-value cache whose scales are not stored."""
-    content = stated_quantization(subject.config)
+    content = declared_quantization(subject.config)
     declared = content.get("kv_cache_scheme") is not None or content.get("kv_cache_quant_algo")
     if not declared or not subject.leaves or any(name.endswith(_KV_SCALES) for name in subject.leaves):
         return

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.converters.hf_names import FUSED, LATENT_DOWN, tail
+from ckptkit.converters.hf_names import FUSED, LATENT_DOWN, name_in_layer
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
@@ -214,7 +214,7 @@ def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
         return False
     draft = tree.draft_of(module)
     return tree.reason_in_any_format(module) is None or (
-        draft is not None and (module in draft.own or tail(module.removeprefix(draft.prefix)) in tree.tails)
+        draft is not None and (module in draft.own or name_in_layer(module.removeprefix(draft.prefix)) in tree.tails)
     )
 
 
@@ -263,7 +263,7 @@ def _unquantized_modules(matrices: Sequence[Matrix], names: Collection[str], tre
     If an engine looks up a module by another name, as for draft layers and other towers, that name is added. For layers
     that engines fuse although parts are missing, the names of all parts are added.
     """
-    modules, quantized = {tree.head}, {tail(name.removesuffix(".weight")) for name in names}
+    modules, quantized = {tree.head}, {name_in_layer(name.removesuffix(".weight")) for name in names}
     for matrix in matrices:
         if matrix.tensor in names:
             continue

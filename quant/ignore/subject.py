@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ckptkit.converters.foreign import refuse_stated
+from ckptkit.converters.foreign import refuse_declared_format
 from ckptkit.converters.registry import find_family
-from ckptkit.converters.stored import as_spelled, with_unused
+from ckptkit.converters.stored import nest_text_config, with_unused
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
@@ -247,13 +247,13 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     """Loads the list at `path`, a directory with config.json; also returns the source of its tensor names.
 
     Without a quantization_config, reads that of hf_quant_config.json. `readers` (like `--reader`): those that must
-    agree, or None for all. Raises CkptkitError for a missing list, an unsupported format (like `refuse_stated`), and
-    INT4 of an unknown model.
+    agree, or None for all. Raises CkptkitError for a missing list, an unsupported format (like
+    `refuse_declared_format`), and INT4 of an unknown model.
     """
     file = path / "config.json"
     require_own_files(path)
     config: Mapping[str, Any] = unify_configs(read_json(file), path)
-    refuse_stated(config, path)
+    refuse_declared_format(config, path)
     content, method = quantization_of(config), _method_of(config, path)
     groups = groups_of(config) if method == COMPRESSED else ()
     int4 = any(group.kind == "packs" for group in groups)
@@ -307,7 +307,7 @@ def _model(
     family = find_family(config)
     if any_format and (family is None or family.release is None):
         return config, _NOTHING_KNOWN, stored, []
-    config = with_unused(as_spelled(config, stored), set(stored))
+    config = with_unused(nest_text_config(config, stored), set(stored))
     tree = class_tree(config)
     drafts = () if any_format else _draft_modules(tree)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *drafts]]

@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.converters.by_class import family_by_class
 from ckptkit.converters.config.bounds import check_config
 from ckptkit.converters.family import Draft, ModelFamily, Release
-from ckptkit.converters.hf_names import layer_of, tail
+from ckptkit.converters.hf_names import layer_of, name_in_layer
 from ckptkit.converters.registry import FAMILIES, family_of, find_family, refuse_draft
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
@@ -62,13 +62,13 @@ class ClassTree:
     @cached_property
     def tails(self) -> frozenset[str]:
         """Names of Linear layers inside a decoder layer, with expert numbers left out."""
-        return frozenset(tail(name) for name in self.linears - self.gates)
+        return frozenset(name_in_layer(name) for name in self.linears - self.gates)
 
     def tails_of(self, draft: Draft) -> frozenset[str]:
         """As `tails`, and modules of other classes, of the one decoder layer that a draft layer is like."""
         layers = {name: layer_of(name) or 0 for name in [*self.linears, *self.others] if layer_of(name) is not None}
         like = max(layers.values(), default=0) if draft.like is None else draft.like
-        return frozenset(tail(name) for name, layer in layers.items() if layer == like)
+        return frozenset(name_in_layer(name) for name, layer in layers.items() if layer == like)
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""
@@ -165,7 +165,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
     linears, others = _modules(family, config)
     experts = frozenset(name for name in linears if ".experts." in name)
     blocks = {name.partition(".experts.")[0] for name in experts}
-    outside, sglang = family.beside(config) if release.nested else (), engine_class("sglang", config)
+    outside, sglang = family.passthrough_prefixes(config) if release.nested else (), engine_class("sglang", config)
     known = not outside or (release.linears_outside is not None and isinstance(config.get("vision_config"), Mapping))
     beside = release.linears_outside(config) if outside and known and release.linears_outside else ()
     return ClassTree(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
@@ -276,7 +276,7 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
 
     Raises CkptkitError, before anything is read, as `select_float_weights` does.
     """
-    config = as_stored(source.config, source.specs)
+    config = adapt_config(source.config, source.specs)
     like = request.like.specs if request.like is not None else None
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     kind = scheme.kind

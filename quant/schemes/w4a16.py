@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name, torch_dtype
 from ckptkit.core.errors import CkptkitError
@@ -264,7 +264,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     transformers was chosen as a reader and cannot load the packed experts, and if nothing is left to quantize.
     """
     reference, like = _reference(source, scheme, request)
-    config = as_stored(source.config, source.specs)
+    config = adapt_config(source.config, source.specs)
     whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
     names = select_int4_weights(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if name in names]
@@ -323,7 +323,7 @@ def _names_for_rl(source: Checkpoint) -> dict[str, None]:
     SGLang cannot take other INT4 layers a second time, vLLM can; slime's training rounds nothing else. Raises
     CkptkitError where the model has no routed experts.
     """
-    experts = class_tree(as_stored(source.config, source.specs)).experts
+    experts = class_tree(adapt_config(source.config, source.specs)).experts
     if not experts:
         raise CkptkitError(
             "--preset rl packs routed experts alone, since SGLang cannot be updated with other INT4 layers; this model "

@@ -18,7 +18,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
-from ckptkit.converters.planner import dims_of, own_dialect, rules_of
+from ckptkit.converters.planner import default_dialect, dims_of, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -43,7 +43,7 @@ def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
 
 
 def test_the_dialect_is_that_of_hybridmodel_and_no_other(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
-    assert own_dialect(CONFIG) == "hybrid"
+    assert default_dialect(CONFIG) == "hybrid"
     for dialect in ("mcore", "slime"):
         with pytest.raises(CkptkitError, match="GPTModel.*mixer"):
             convert(releases(LATENT), tmp_path / "out", dialect=dialect)

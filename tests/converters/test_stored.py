@@ -126,8 +126,10 @@ def test_the_thinker_of_qwen3_omni_is_the_same_model_alone_and_inside() -> None:
     assert megatron_args(found)["rotary_interleaved"] is False  # whatever `interleaved` says of the three axes
     assert language_part(whole) == language_part(alone) == whole["thinker_config"]["text_config"]
     family = family_of(whole)
-    assert all(map(family.carries, ("thinker.audio_tower.x", "thinker.visual.x", "talker.codec_head.x", "code2wav.x")))
-    assert not family.carries("thinker.model.norm.weight")
+    assert all(
+        map(family.passes_through, ("thinker.audio_tower.x", "thinker.visual.x", "talker.codec_head.x", "code2wav.x"))
+    )
+    assert not family.passes_through("thinker.model.norm.weight")
 
 
 def test_a_written_config_states_the_dtype_where_the_release_does(tmp_path: Path) -> None:

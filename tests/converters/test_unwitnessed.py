@@ -31,7 +31,7 @@ from ckptkit.converters.experts import is_fused, unfuse
 from ckptkit.converters.passthrough import passthrough_names
 from ckptkit.converters.planner import expected_hf
 from ckptkit.converters.registry import FAMILIES
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.plan import View
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
@@ -57,7 +57,7 @@ def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megat
 ) -> None:
     """Those that transformers saves, or that are written down by hand: one by one, without what is carried along."""
     source = HfCheckpoint(release)
-    carried, config = passthrough_names(source), as_stored(source.config, source.specs)
+    carried, config = passthrough_names(source), adapt_config(source.config, source.specs)
     specs = View(source, unfuse(source.specs, config, "")).specs if is_fused(source.specs) else source.specs
     assert {name: spec.shape for name, spec in specs.items() if name not in carried} == expected_hf(config)
     words = f"no released Megatron has loaded {config['model_type']}: "

@@ -67,7 +67,9 @@ def rows() -> Iterator[tuple[str, ...]]:
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
             dialects,
-            ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
+            ", ".join(
+                [f"`{prefix}*`" for prefix in family.passthrough] + [f"`*{end}`" for end in family.passthrough_suffixes]
+            ),
         )
 
 

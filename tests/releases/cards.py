@@ -20,11 +20,11 @@ from ckptkit.app.forecast import START, Forecast, forecast_bytes
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, run_options
 from ckptkit.converters.megatron.arguments import launch_flags
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import fold
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.hf.remote import open_directory
 from ckptkit.quant.formats.part_names import PACKED
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.names import matrices_of
@@ -117,7 +117,7 @@ def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
 
 
 def _sources(options: RunOptions, stack: ExitStack) -> dict[str, Any]:
-    return {source: stack.enter_context(opened(source)) for source in options.sources}
+    return {source: stack.enter_context(open_directory(source)) for source in options.sources}
 
 
 def _forecast(options: RunOptions, plan: ConversionPlan) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _decision(plan: ConversionPlan) -> Iterator[str]:
     """Every matrix: whether it is packed, else the reason, and who would pack it but for the list."""
     view = plan.view
     assert isinstance(view, View)
-    config = as_stored(view.source.config, view.source.specs)
+    config = adapt_config(view.source.config, view.source.specs)
     ignore = plan.config["quantization_config"]["ignore"]
     matrices = matrices_of(view.source.specs, class_tree(config), config)
     packed = [matrix.module + PACKED in view.specs for matrix in matrices]

@@ -17,7 +17,7 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
-from ckptkit.storage.fingerprint import unchanged
+from ckptkit.storage.fingerprint import require_unchanged
 from ckptkit.verify.diff.result import Content, Diff, Pair, State, badness
 from ckptkit.verify.diff.sides import Sides, config_or_empty, opened, supported
 from ckptkit.verify.evidence.both_sides import SPARE, BothSides, TensorPair, common_groups, threads
@@ -42,7 +42,7 @@ def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: b
     sides = opened(a, b, hf)
     if find_spec("torch") is None:
         return _compare_headers(sides, str(a), str(b), exact)
-    with unchanged([locate(a).path, locate(b).path], is_own):
+    with require_unchanged([locate(a).path, locate(b).path], is_own):
         return compare_checkpoints(sides, str(a), str(b), exact=exact)
 
 

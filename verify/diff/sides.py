@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
-from ckptkit.converters.planner import rules_in
+from ckptkit.converters.planner import rules_for_names
 from ckptkit.converters.registry import family_of, named_family_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
@@ -75,7 +75,7 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
         config = config_or_empty(checkpoint)
         if not place.is_megatron or not supported(config):
             continue
-        rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
+        rules = rules_for_names(adapt_config(config, checkpoint.specs), checkpoint.specs)
         vocab = [rule for rule in rules if rule.mapping.vocab and rule.megatron in checkpoint.specs]
         rows = {checkpoint.specs[rule.megatron].shape[0] - rule.megatron_shape[0] for rule in vocab}
         if any(rows):
@@ -90,7 +90,7 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
         hf, config = checkpoint.hf_path, config_or_empty(checkpoint)
         if not has_weights(hf) or hf.absolute().is_relative_to(place.root):
             continue
-        if names := [name for name in side.specs if family_of(config).carries(name)]:
+        if names := [name for name in side.specs if family_of(config).passes_through(name)]:
             yield f"{summarize(names, 3)}: not in {place.path}, and taken from {hf}, so not compared"
 
 

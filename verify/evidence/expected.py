@@ -10,14 +10,14 @@ from typing import Any
 
 from ckptkit.converters.config.values import class_of
 from ckptkit.converters.experts import fuse, is_fused
+from ckptkit.converters.foreign import refuse_declared_format as refuse_stated_format
 from ckptkit.converters.foreign import refuse_foreign
-from ckptkit.converters.foreign import refuse_stated as refuse_stated_format
-from ckptkit.converters.planner import dims_of, rules_in, rules_of, tied_head
+from ckptkit.converters.planner import dims_of, rules_for_names, rules_of, tied_head
 from ckptkit.converters.registry import FAMILIES, family_of, named_family_of
-from ckptkit.converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
+from ckptkit.converters.stored import PrefixMismatch, adapt_config, prefix_mismatch, refuse_older, remarks
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import config_in, declared_quantization, quantization_of
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
 from ckptkit.quant.formats import part_names
 from ckptkit.quant.formats.dequantize import floats_of
@@ -51,7 +51,7 @@ class Expected:
 def config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config, adjusted to the stored tensors by `ckptkit.converters.stored`. Raises as `raw_config_of`."""
     config, names = raw_config_of(subject), _names(subject)
-    return as_stored(config, names) if names else config
+    return adapt_config(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
@@ -61,10 +61,10 @@ def remarks_of(subject: Subject) -> list[str]:
 
 
 @once
-def spelling_of(subject: Subject) -> OtherSpelling | None:
+def spelling_of(subject: Subject) -> PrefixMismatch | None:
     """The spelling of an HF checkpoint's layers if it is that of another class, else None."""
     try:
-        return other_spelling(raw_config_of(subject), _names(subject)) if subject.is_hf else None
+        return prefix_mismatch(raw_config_of(subject), _names(subject)) if subject.is_hf else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
@@ -135,7 +135,7 @@ def expected_of(subject: Subject) -> Expected | None:
         return None
     unread = subject.unread_names
     names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
-    rules = rules_in(config, names) if subject.is_megatron else list(rules_of(config))
+    rules = rules_for_names(config, names) if subject.is_megatron else list(rules_of(config))
     if subject.is_megatron:
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
         one_each = {id(rule.mapping): rule for rule in rules}
@@ -164,7 +164,9 @@ def expected_of(subject: Subject) -> Expected | None:
     # A release may repeat tensors under these names.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    carries = family_of(config).carries  # tensors outside the language model
+    carries = family_of(
+        config
+    ).passes_through  # tensors outside the language model
     carried = frozenset(name for kind in kinds if carries(kind[0]) for name in kind)
     return Expected(shapes, frozenset(), fp32, indices, repeated | scales | carried)
 
@@ -198,7 +200,7 @@ def has_floats(config: Mapping[str, Any]) -> bool:
 
 def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor scales the key-value cache, and config.json has a scheme for that."""
-    content = stated_quantization(config)
+    content = declared_quantization(config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
     has_scheme = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
     return has_scheme and CACHE_SCALE.fullmatch(name) is not None

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ckptkit.converters.experts import is_fused, only_fused
-from ckptkit.converters.foreign import refuse_foreign, refuse_stated
+from ckptkit.converters.foreign import refuse_declared_format, refuse_foreign
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.converters.open import open_megatron
 from ckptkit.converters.passthrough import only_passthrough, passthrough_beside
 from ckptkit.converters.planner import copies_of, to_hf
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
@@ -35,7 +35,7 @@ def plain(path: Path | Directory, base: str | Path | Directory | None = None) ->
     """Opens HF weights, or the newest version of deltas against `base`, dequantized. Raises CkptkitError."""
     source = open_deltas(path, base) if isinstance(path, Path) and is_deltas(path) else HfCheckpoint(path)
     refuse_foreign(source.specs, path)
-    refuse_stated(source.config, path)
+    refuse_declared_format(source.config, path)
     return _dequantized(source, str(path)) if is_quantized(source.config) else source
 
 
@@ -101,4 +101,4 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 def _dequantized(source: Checkpoint, where: str, kept: frozenset[str] = frozenset()) -> View:
     from ckptkit.quant.formats.dequantize import dequantized
 
-    return dequantized(source, where, copies_of(as_stored(source.config, source.specs)), kept)
+    return dequantized(source, where, copies_of(adapt_config(source.config, source.specs)), kept)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.converters.experts import is_fused, unfuse
-from ckptkit.converters.foreign import refuse_foreign, refuse_stated
+from ckptkit.converters.foreign import refuse_declared_format, refuse_foreign
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -174,7 +174,7 @@ def alternating(homes: Sequence[object], width: int) -> list[int]:
 def _pass(subject: Subject, stored: bool) -> Values:
     if subject.is_hf:
         refuse_foreign(subject.checkpoint.specs, subject.path)
-        refuse_stated(subject.checkpoint.config, subject.path)
+        refuse_declared_format(subject.checkpoint.config, subject.path)
     hashes = {} if subject.options.ray is not None else file_hashes(subject)
     hashed = _Hashed(subject.hf_files, hashes) if hashes else None
     checkpoint, source = sides(subject, stored, hashed)

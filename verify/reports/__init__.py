@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text
 from ckptkit.formats.detect import LOADED, MANIFEST
-from ckptkit.storage.write import write_whole
+from ckptkit.storage.write import write_atomically
 from ckptkit.verify.core.report import Report
 
 __all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
@@ -40,7 +40,7 @@ def write_report(report: Report, path: Path) -> None:
     """Writes the report atomically, in the format of the suffix. Raises OSError, and CkptkitError as `fault_of`."""
     if (fault := fault_of(path)) is not None:
         raise CkptkitError(fault, "name another file for the report")
-    write_whole(path, report_text(report, path.suffix))
+    write_atomically(path, report_text(report, path.suffix))
 
 
 def fault_of(path: Path) -> str | None:

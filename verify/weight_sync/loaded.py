@@ -21,8 +21,8 @@ from torch import Tensor
 from ckptkit.converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from ckptkit.converters.open import open_megatron
 from ckptkit.converters.ops.basic import Copy
-from ckptkit.converters.planner import Rule, dims_of, rules_in, to_megatron
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.planner import Rule, dims_of, rules_for_names, to_megatron
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
@@ -101,8 +101,8 @@ def compare_loaded(
 
     path = location.path
     reference: Checkpoint = to_megatron(plain(path), str(path)) if location.is_hf else open_megatron(location, hf)
-    config = as_stored(reference.config, reference.specs)
-    rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
+    config = adapt_config(reference.config, reference.specs)
+    rules = {rule.megatron: rule for rule in rules_for_names(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
     at = Position.here(dims_of(config).experts)
     held = dict(_local_tensors(model, at.experts, rules, reference.specs, skipped))

@@ -1,7 +1,7 @@
 """The command line. Exit codes: 0 nothing wrong, 1 findings, 2 bad usage or input, or inconclusive, 130 interrupted,
 129 and 143 ended by SIGHUP and SIGTERM.
 
-A verb's module is imported when the verb is looked up, and imports what it runs when it runs.
+A verb's module is imported when the verb is looked up; its own dependencies are imported when it runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import FrameType
 
 import click
 
-from ckptkit.app.cli.output import echo, prepare_streams, shown
-from ckptkit.app.cli.verb import VERBS, anywhere, asked
+from ckptkit.app.cli.output import echo, prepare_streams, show_progress
+from ckptkit.app.cli.verb import VERBS, global_options, parse_flags
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version
@@ -29,13 +29,13 @@ from ckptkit.storage.url import refuse_credentials
 
 
 class LazyGroup(click.Group):
-    """A group whose verbs lie in the modules of this folder."""
+    """A group of verbs that are imported from the modules of this folder on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the verbs in groups, with an example each."""
+        """Lists the verbs in groups, with an example for each."""
         width = formatter.width - max(map(len, VERBS)) - 6
         for title, verbs in groupby(VERBS, lambda name: VERBS[name].group):
             rows = []
@@ -46,14 +46,14 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a verb; None for a name that is none."""
+        """Imports a verb. Returns None for an unknown name."""
         if cmd_name not in VERBS:
             return None
-        found = getattr(import_module(f"{__name__}.{VERBS[cmd_name].module}"), cmd_name)
-        return found if isinstance(found, click.Command) else None
+        command: click.Command = getattr(import_module(f"{__name__}.{VERBS[cmd_name].module}"), cmd_name)
+        return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses. Raises UsageError as `refuse_credentials` for any word that is not of a launch."""
+        """Parses words. Raises UsageError like `refuse_credentials` for each word before `--`."""
         if not ctx.resilient_parsing:
             for word in args[: args.index("--")] if "--" in args else args:
                 refuse_credentials(word)
@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the verb. Raises click.UsageError for a word that is none, with the verb that is nearest."""
+        """Finds the verb. Raises click.UsageError for an unknown verb, with the most similar one."""
         if args[0] not in VERBS and not ctx.resilient_parsing:
             near = get_close_matches(args[0], VERBS, 1)
             hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(sorted(VERBS))}"
@@ -76,11 +76,11 @@ def cli() -> None:
     """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
 
 
-cli.params += anywhere()
+cli.params += global_options()
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks to end: as after Ctrl-C, what was begun is put in order first."""
+    """SIGTERM or SIGHUP: like after Ctrl-C, a run cleans up before it exits."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -96,16 +96,16 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
             signal.signal(number, _end)
-    flags = asked(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     debug = "debug" in flags
-    # Headers of large models are a million objects that stay: collecting at Python's own pace takes half of the time.
+    # Headers of large models are a million long-lived objects: Python's default thresholds would double the run time.
     gc.set_threshold(200_000, 10, 10)
     if debug:
         logging.basicConfig()
         logging.getLogger("ckptkit").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        with shown(flags), memory_for("this command"):
+        with show_progress(flags), memory_for("this command"):
             code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)
@@ -117,17 +117,17 @@ def main() -> None:
         ending = "interrupted" if by == signal.SIGINT else f"ended by {signal.Signals(by).name}"
         echo("; ".join([ending, *notes]), err=True)
         code = 128 + by
-    except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
+    except Exception as error:  # noqa: BLE001 - Python's exit code for an exception is 1, which here means findings
         _show_error(error, debug)
         code = 2
     finally:
-        # The interpreter would collect everything once more as it ends: a second where model classes were imported.
+        # Without this the interpreter collects garbage again at exit: a second if model classes were imported.
         gc.freeze()
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _show_usage(error: click.ClickException) -> None:
-    """Shows an error in the words of the command line, into which a shell may have put names of files."""
+    """Shows a usage error, made printable: a shell may have expanded file names into the command line."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return
@@ -140,7 +140,7 @@ def _package(error: ImportError) -> str:
 
 
 def _not_usable(error: ImportError) -> CkptkitError:
-    """A library that is not installed, or is and cannot be loaded: torch without its CUDA libraries, for one."""
+    """The error for a library that is missing or cannot be loaded, for example torch without CUDA libraries."""
     name = _package(error)
     if isinstance(error, ModuleNotFoundError) and name:
         message = f"{name} is not installed in {sys.executable}"
@@ -166,6 +166,6 @@ def _show_error(error: Exception, debug: bool) -> None:
             f"an error inside ckptkit: {words_of(error, with_class=True)}",
             "please report it, with the output of `ckptkit --debug ...`",
         )
-    with suppress(OSError):  # `echo` then finds the same
+    with suppress(OSError):  # `echo` handles it
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
     echo(*str(shown).split("\n"), *getattr(error, "__notes__", []), err=True)

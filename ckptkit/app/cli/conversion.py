@@ -38,13 +38,11 @@ if TYPE_CHECKING:
 def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json: bool, **options: Any) -> None:
     """Convert SRC to DST. An HF directory becomes Megatron torch_dist; a Megatron root, release/ or iter_*/ becomes HF.
 
-    An HF directory may be at a URL: s3://, gs://, hf://.
+    An HF directory may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized on the
+    way to Megatron.
 
-    With --dialect a Megatron checkpoint becomes a Megatron checkpoint with those names.
-
-    A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
-
-    With --merge an adapter is merged into SRC, in float32 and rounded once, and DST is HF.
+    With --dialect a Megatron checkpoint becomes a Megatron checkpoint with those names. With --merge an adapter is
+    merged into SRC, in float32 and rounded once, and DST is HF.
     """
     _check_paths(src, dst, options)
     scheme = _scheme(quantization or UNQUANTIZED, options, options["like"])
@@ -62,16 +60,16 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
     "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours; mxfp4: E2M1 (4 bits) with "
     "one (compressed-tensors mxfp4-pack-quantized); nvfp4: E2M1 with an FP8 scale for 16 neighbours and one for the "
-    "layer, weights alone; none: a quantized release dequantized, to BF16 or the dtype of INT4's scales.",
+    "layer, weights only; none: dequantizes a quantized release, to BF16 or the dtype of INT4's scales.",
 )
 @common.quantizing
 @common.writing
 @common.as_json
 def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **options: Any) -> None:
-    """Quantize the HF checkpoint SRC to DST: to INT4 W4A16, or to what --scheme names. --scheme none dequantizes it.
+    """Quantize the HF checkpoint SRC to DST, to INT4 W4A16 or another --scheme. --scheme none dequantizes it.
 
-    Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
-    keeps its scales where they still give its weights.
+    Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4
+    release keeps its scales if they still produce its weights.
     """
     _check_paths(src, dst, options)
     chosen = _scheme(scheme, options, options["like"] or src)
@@ -79,10 +77,7 @@ def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **opt
 
 
 def _check_paths(src: str | Path, dst: str | Path, options: Mapping[str, Any]) -> None:
-    """Raises CkptkitError for a source that is no checkpoint and a destination that may not be written.
-
-    That is before torch is imported. Of a run that is resumed the destination may be there.
-    """
+    """Raises CkptkitError, before torch is imported, for a source without a checkpoint or an invalid destination."""
     from ckptkit.transfer.destination import check_destination
 
     if is_url(src):
@@ -93,10 +88,7 @@ def _check_paths(src: str | Path, dst: str | Path, options: Mapping[str, Any]) -
 
 
 def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme | None:
-    """Takes the options of all schemes out. Options not given default to those of the checkpoint at `reference`.
-
-    Raises click.UsageError for options of another scheme.
-    """
+    """The scheme, with defaults from `reference`. Removes its options. Raises click.UsageError for those of others."""
     context = click.get_current_context()
     for other in options_of_others(name):
         if context.get_parameter_source(other) is ParameterSource.COMMANDLINE:
@@ -123,14 +115,13 @@ def _run(options: RunOptions, as_json: bool) -> None:
     if options.dry_run:
         end(f"planned {result.tensors} tensors", as_json)
         return
-    beside = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
-    beside += ["--adapter", options.merge] if options.merge else []
-    beside += common.reader_words(options.readers) if set(options.readers) != set(ALL_READERS) else []
     source = (options.hf or "BASE") if result.format == "adapter" else options.src
-    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
-    remote = is_url(options.dst) or is_url(options.src)
+    words = ["ckptkit", "verify", str(options.dst), "--source", source]
+    words += ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
+    words += ["--adapter", options.merge] if options.merge else []
+    words += common.reader_words(options.readers) if set(options.readers) != set(ALL_READERS) else []
     done = "nothing was left to write" if result.was_whole else f"wrote {size(result.bytes)}"
-    closing(done, next_step=None if remote else next_line)
+    closing(done, next_step=None if is_url(options.dst) or is_url(options.src) else shlex.join(words))
 
 
 def _print_result(result: ConversionResult) -> None:

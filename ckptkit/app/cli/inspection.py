@@ -1,4 +1,4 @@
-"""The verbs that look and make no checkpoint: `inspect`, `diff`, `lint`, `manifest`, `triage`, `explain`, `doctor`."""
+"""The verbs that write no checkpoint: `inspect`, `diff`, `lint`, `manifest`, `triage`, `explain`, `doctor`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LISTED = 8  # files that inspect lists by name
     "--megatron-args",
     "as_args",
     is_flag=True,
-    help="Print the Megatron arguments of the model, as a launch script wants them, and nothing else.",
+    help="Print only the Megatron arguments of the model, in the form for a launch script.",
 )
 @common.as_json
 def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: bool) -> None:
-    """Say what lies at PATH: format, sizes, dtypes, configuration, every tensor with layers and experts folded."""
+    """Describe PATH: format, sizes, dtypes, configuration, and every tensor with layers and experts folded."""
     from ckptkit.app import inspection
 
     facts = inspection.model_arguments(path, hf=hf) if as_args else inspection.inspect(path, hf=hf)
@@ -47,7 +47,7 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
-    """The model in a line, then all that is known."""
+    """Prints the model on one line, then all facts."""
     dtypes = facts.get("dtypes") or {}
     quantized = str(facts.get("quantization") or "").partition(" (")[0].partition(":")[0]
     stored = quantized or " and ".join(sorted(dtypes, key=dtypes.__getitem__, reverse=True)[:2])
@@ -74,14 +74,14 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _scaled(count: int, unit: str) -> str:
-    """`24.6 MB`, and with no unit `11.2 M ` or `11.2 B ` as models are named."""
+    """`24.6 MB`, or without a unit `11.2 M ` and `11.2 B ` like in names of models."""
     for letter, scale in (("T", 10**12), ("G" if unit else "B", 10**9), ("M", 10**6), ("k", 1000)):
         if count >= scale:
             return f"{count / scale:.1f} {letter}{unit or ' '}"
     return f"{count} {unit}"
 
 
-@click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
+@click.command(cls=Verb, short_help="Compare how every reader interprets an ignore list.")
 @click.argument("path", type=PATH)
 @option(
     "--reader",
@@ -93,14 +93,14 @@ def _scaled(count: int, unit: str) -> str:
 @option(
     "--fix",
     is_flag=True,
-    help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.",
+    help="Write a list that all readers interpret alike into config.json; keep the original as config.json.orig.",
 )
 @common.strict
 @common.as_json
 def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json: bool) -> None:
-    """Say how every reader takes the list of unquantized modules of the checkpoint at PATH. Reads no weights.
+    """Compare how every reader interprets the list of unquantized modules at PATH. Reads no weights.
 
-    INT4, FP8, MXFP8, MXFP4 or NVFP4. A lone config.json is enough.
+    INT4, FP8, MXFP8, MXFP4 or NVFP4. Only config.json is required.
     """
     from ckptkit.quant.ignore.lint import lines
     from ckptkit.quant.ignore.lint import lint as run
@@ -128,7 +128,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
     """Write a digest of every tensor and side file of PATH, HF or Megatron.
 
-    `verify --manifest` proves a copy with it, with no source at hand.
+    `verify --manifest` proves a copy with it, without the source.
     """
     from ckptkit.app.api import make_manifest
     from ckptkit.core.specs import TensorSpec
@@ -145,10 +145,10 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
 @click.command(cls=Verb, short_help="Explain a check or a symptom, and how to fix it.")
 @click.argument("words", nargs=-1, metavar="[CODE | WORD...]")
 def explain(words: tuple[str, ...]) -> None:
-    """Say what the check CODE looks at, why it matters and what to do about a finding.
+    """Explain the check CODE, its reason, and how to fix a finding.
 
-    With words, as `explain garbled`, it lists symptoms of a job with the command that tells their cause, and checks,
-    whose text has all of them; without arguments every check.
+    With words, like `explain garbled`, list the checks and the symptoms of a job with all of these words in their text,
+    and for each symptom the command that finds the cause. Without arguments, list every check.
     """
     from ckptkit.verify.explain import explain as run
 
@@ -160,10 +160,10 @@ def explain(words: tuple[str, ...]) -> None:
 @common.pythons
 @common.as_json
 def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
-    """Say what is installed, which witnesses can run here, on which devices, and what to install for the others.
+    """List the installed packages, the witnesses that can run here and their devices, and missing packages.
 
-    PART is one of convert, megatron, sglang, vllm, engine, ray and remote: what you want to use. Exit code 0
-    unless one that is named, or ckptkit's own installation, is not usable; then 2.
+    PART is one of convert, megatron, sglang, vllm, engine, ray and remote. Exit code 2 if ckptkit's own installation or
+    a named part is not usable, else 0.
     """
     from ckptkit.app.doctor import PARTS, examine, lines
 
@@ -184,9 +184,9 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
 def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.
 
-    Says which tensors are equal, equal after a cast, moved (an expert, a layer, gate and up), differing and by how
-    much, or only on one side. Quantized HF weights are dequantized. Without torch it compares names and shapes alone.
-    Exit code 0: equal; 1: different; 2: unreadable, or inconclusive, since values were not compared.
+    Lists tensors that are equal, equal after a cast, moved (an expert, a layer, gate and up), differing and by how
+    much, or only on one side. Quantized HF weights are dequantized. Without torch it compares only names and shapes.
+    Exit code 0: equal; 1: different; 2: unreadable, or inconclusive because values were not compared.
     """
     from ckptkit.verify.diff.diff import diff as run
     from ckptkit.verify.diff.text import diff_lines
@@ -204,7 +204,7 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
 def triage(logs: tuple[str, ...], as_json: bool) -> None:
     """Name the known symptoms in the logs of a trainer or an engine, and the command that proves or rules out each.
 
-    `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
+    `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log is empty or cannot be read.
     """
     from ckptkit.verify.triage.triage import triage as run
     from ckptkit.verify.triage.triage import triage_lines

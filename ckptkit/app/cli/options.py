@@ -1,4 +1,4 @@
-"""Options that several verbs have, and those of schemes. The others of `convert` and `quantize` are in `RunOptions`."""
+"""Options of several verbs, and those of schemes. `RunOptions` has the remaining ones of `convert` and `quantize`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from ckptkit.converters.config.bounds import MAX_RANKS
 
 
 def _ranks(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Numbers of `0,5,56-63`. Raises click.BadParameter."""
+    """Parses `0,5,56-63`. Raises click.BadParameter."""
     if text is None:
         return None
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > MAX_RANKS:
-            raise click.BadParameter(f"{part!r} is not a rank and no range of ranks: give numbers such as 0,5,56-63")
+            raise click.BadParameter(f"{part!r} is neither a rank nor a range: give numbers such as 0,5,56-63")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 
 
 def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Refuses a report that could not be written before the work is done whose outcome it would hold."""
+    """Raises click.BadParameter for a report that cannot be written, before any check runs."""
     if paths:
         from ckptkit.verify.reports import fault_of
 
-        for path in paths:
-            if (fault := fault_of(path)) is not None:
-                raise click.BadParameter(fault)
+        if (fault := next(filter(None, map(fault_of, paths)), None)) is not None:
+            raise click.BadParameter(fault)
     return paths
 
 
-_HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
+_HF_HELP = "HF directory with the config of a Megatron checkpoint that was saved without it."
 hf = option("--hf", type=PATH_OR_URL, help=_HF_HELP)
 local_hf = option("--hf", type=PATH, help=_HF_HELP)
 workers, ray = rows("workers"), rows("ray")
@@ -53,7 +52,7 @@ reports = option(
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
 writing = rows(group="writing")
-# Programs that may be in environments of their own, and what asks each.
+# Programs that may be in separate environments, and the options that run each.
 PROGRAMS = {
     "megatron": Needs(("against_megatron",), "add --against-megatron, or leave it out"),
     "sglang": Needs(
@@ -68,23 +67,22 @@ pythons = together(
             f"--{name}-python",
             type=click.Path(),
             needs=needs,
-            help=f"The Python of the environment that has it. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
+            help=f"The Python of its environment. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
         )
         for name, needs in PROGRAMS.items()
     )
 )
 
 
-def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
-    """What the options `pythons` say, by program."""
-    found = {name: given[f"{name}_python"] for name in PROGRAMS}
-    return {name: path for name, path in found.items() if path is not None}
+def pythons_of(options: Mapping[str, str | None]) -> dict[str, str]:
+    """The values of the options `pythons`, by program."""
+    return {name: path for name in PROGRAMS if (path := options[f"{name}_python"]) is not None}
 
 
 parallel = together(
     *(
-        option(f"--{name}", default=1, show_default=True, type=PARALLEL, help=f"{what} parallel size to verify with.")
-        for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
+        option(f"--{name}", default=1, show_default=True, type=PARALLEL, help=f"{kind} parallel size to verify with.")
+        for name, kind in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
 megatron_option = partial(
@@ -100,7 +98,7 @@ megatron = together(
         "--pipeline-layout",
         "--pipeline-model-parallel-layout",
         metavar="LAYOUT",
-        help="Megatron: what each pipeline stage holds, such as 'Et*3|(tt|)*29m|L'. It implies --vpp.",
+        help="Megatron: the layers of each pipeline stage, such as 'Et*3|(tt|)*29m|L'. It implies --vpp.",
     ),
     megatron_option("--decoder-first-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the first stage."),
     megatron_option("--decoder-last-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the last stage."),
@@ -115,7 +113,7 @@ megatron = together(
         "--rank",
         callback=_ranks,
         metavar="N[,N...]",
-        help="Megatron: look at these ranks only, such as 0,5,56-63. The report says what was left out.",
+        help="Megatron: check only these ranks, such as 0,5,56-63. The report lists the skipped parts.",
     ),
     megatron_option(
         "--trainer-loader",
@@ -128,13 +126,13 @@ quantizing = together(
     _quantizing(
         "--group-size",
         type=click.Choice(["32", "64", "128", "channel"]),
-        help="Weights that share a scale; channel: a whole row. [default: as an INT4 source has it, or 128]",
+        help="Weights that share a scale; channel: one row. [default: that of an INT4 source, or 128]",
     ),
     _quantizing(
         "--grid",
         type=click.Choice(["qmax7", "minmax"]),
         help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). "
-        "[default: as ckptkit recorded it in an INT4 source, or qmax7]",
+        "[default: the one that ckptkit recorded in an INT4 source, or qmax7]",
     ),
     _quantizing("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
     _quantizing(
@@ -142,14 +140,14 @@ quantizing = together(
         default="none",
         show_default=True,
         type=click.Choice(["none", "mse"]),
-        help="mse: clip the largest weights where that rounds the others less; on the minmax grid.",
+        help="mse: clip the largest weights if that reduces the error; on the minmax grid.",
     ),
     _quantizing(
         "--scale-dtype",
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="What scales are stored in; auto: the weight's own dtype.",
+        help="The dtype of scales; auto: that of the weight.",
     ),
     _quantizing(
         "--rounding",
@@ -163,18 +161,18 @@ quantizing = together(
     _quantizing(
         "--exact",
         is_flag=True,
-        help="Floats: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of "
-        "two reach (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
+        help="Floats: stop at a weight that rounding would change. Useful for an MXFP4 source if scales are powers of "
+        "two (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
     rows(group="quantizing"),
     _quantizing(
         "--ignore",
         multiple=True,
-        help="More modules to leave as they are: a module name, or `re:` and a regex. Repeatable.",
+        help="More modules to leave unquantized: a module name, or `re:` and a regex. Repeatable.",
     ),
 )
 
 
 def reader_words(readers: Collection[str]) -> list[str]:
-    """The options of the next command that name the same readers."""
+    """The `--reader` options for these readers."""
     return [word for reader in readers for word in ("--reader", reader)]

@@ -1,7 +1,7 @@
-"""Prints what comes from checkpoints, and says on stderr what a command is doing.
+"""Prints results safely on stdout, and the progress of a command on stderr.
 
-All output of the command line goes through here or `ckptkit.verify.reports.render`. Of a step that takes long there is
-a line every 30 s, and at the end its time.
+All output of the command line goes through here or `ckptkit.verify.reports.render`. Off a terminal, a long step prints
+a line every 30 s; the closing line has the total time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from ckptkit.core.progress import LOG, closing
 
 
 def echo(*lines: str, err: bool = False) -> None:
-    """Prints lines on standard output or standard error, made printable. Raises as `guard_stdout`.
-
-    Nobody is told where standard error takes nothing.
-    """
+    """Prints lines, made printable. Raises like `guard_stdout`; errors on standard error are ignored."""
     text = "\n".join(map(printable, lines))
     if not err:
         with guard_stdout():
@@ -42,24 +39,24 @@ def echo(*lines: str, err: bool = False) -> None:
 
 
 def echo_json(content: Any) -> None:
-    """Prints JSON on standard output. Raises as `guard_stdout`."""
+    """Prints JSON on standard output. Raises like `guard_stdout`."""
     with guard_stdout():
         click.echo(json_text(content))
 
 
-def echo_result(found: Any, lines: Callable[[Any], Iterable[str]], as_json: bool) -> None:
-    """Prints a result: as JSON, or as `lines` of it."""
+def echo_result(result: Any, lines: Callable[[Any], Iterable[str]], as_json: bool) -> None:
+    """Prints a result as JSON or as text."""
     if as_json:
-        echo_json(found.to_json())
+        echo_json(result.to_json())
     else:
-        echo(*lines(found))
+        echo(*lines(result))
 
 
 @contextmanager
 def guard_stdout() -> Iterator[None]:
-    """Raises CkptkitError where what is printed in the block cannot be written, as on a full disk.
+    """Raises CkptkitError if output of the block cannot be written, for example on a full disk.
 
-    A reader that has gone (`| head`) has read enough: the rest is dropped, and the exit code stays the verb's own.
+    After a closed pipe (`| head`) further output is discarded, and the exit code remains that of the verb.
     """
     try:
         yield
@@ -67,23 +64,19 @@ def guard_stdout() -> Iterator[None]:
         _drop(sys.stdout)
     except OSError as error:
         _drop(sys.stdout)
-        hint = "files that were asked for are written; run it again with a standard output that takes everything"
+        hint = "the requested files are written; run it again with a writable standard output"
         raise CkptkitError(f"standard output: {error.strerror}", hint) from error
 
 
 def end(counts: str, as_json: bool, after: Sequence[str] = ()) -> None:
-    """Ends a verb on standard error with what its standard output leaves out: the time, and the next command.
-
-    Under `--json` also the `counts`, which its text says itself. `after` are the words of the next command. Without one
-    the line is only for runs of a second and longer (`ckptkit.app.cli.output`).
-    """
+    """Prints the closing line on standard error: time, next command (`after`), and under `--json` the `counts`."""
     closing(counts if as_json else "done", shlex.join(["ckptkit", *after]) if after else None)
 
 
 def prepare_streams() -> None:
-    """Lets standard streams take any character, and keeps their numbers from files that are opened later.
+    """Lets standard streams accept any character, and opens closed ones.
 
-    Where a shell closed one (`>&-`), the next file would get its number, and what a library prints would go into it.
+    If a shell closed one (`>&-`), the next opened file would get its number and receive the output of libraries.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -94,11 +87,11 @@ def prepare_streams() -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Sends to nowhere what a stream could not take: Python would try again at its end, and fail."""
+    """Redirects a failed stream to /dev/null: Python would flush it again at exit, and fail."""
     with suppress(io.UnsupportedOperation):  # a stream in memory
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 _TICK_S = 0.2
@@ -116,7 +109,7 @@ class _Step:
 
 
 class _Status(logging.Handler):
-    """Follows the records of `ckptkit.core.progress`, and prints from a thread of its own."""
+    """Handles the records of `ckptkit.core.progress`, and prints from a separate thread."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__()
@@ -129,7 +122,7 @@ class _Status(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes a step that begins, goes on or ends; a record without one is printed."""
+        """Updates the current step; a record without a step is printed."""
         step, label = record.__dict__.get("step"), record.getMessage()
         if step == "begin":
             self._steps.append(_Step(label, time.monotonic(), record.__dict__["bar"], shown=self._verbose))
@@ -164,17 +157,17 @@ class _Status(logging.Handler):
 
 
 @contextmanager
-def shown(asked: Collection[str]) -> Iterator[None]:
-    """Shows the steps of what runs inside, or with "quiet" none, nor a bar; with "verbose" each as it begins."""
+def show_progress(flags: Collection[str]) -> Iterator[None]:
+    """Shows long steps of the block; with "verbose" every step, with "quiet" none and no bar."""
     level = LOG.level
-    if "quiet" in asked:
+    if "quiet" in flags:
         LOG.setLevel(logging.CRITICAL)
         try:
             yield
         finally:
             LOG.setLevel(level)
         return
-    status = _Status("verbose" in asked)
+    status = _Status("verbose" in flags)
     LOG.addHandler(status)
     LOG.setLevel(logging.INFO)
     propagate, LOG.propagate = LOG.propagate, False

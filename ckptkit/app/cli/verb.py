@@ -1,6 +1,6 @@
-"""What every verb has: options that go anywhere on the line, a refusal of options without effect, and suggestions.
+"""Base classes of verbs: global options, and errors for options without effect.
 
-It imports nothing that a file of the user's may hide: whether one does is asked after this was imported.
+It imports no package that a user's file could shadow: the check for such files runs after this import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from ckptkit.app.option import EXCLUDES, Needs, Option
 
 _SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
-_ANYWHERE = (
+_GLOBAL = (
     (("-q", "--quiet"), "quiet", "Show neither progress nor the closing line."),
     (("-v", "--verbose"), "verbose", "A line for each step."),
     (("--debug",), "debug", "Show a traceback when something goes wrong."),
@@ -44,7 +44,7 @@ VERBS = {
     "explain": VerbRow(_LOOK_UP, "inspection", "ckptkit explain garbled"),
     "doctor": VerbRow(_LOOK_UP, "inspection", "ckptkit doctor sglang"),
 }
-# The sections of the help of verbs that compare; what is in none of them comes last.
+# The sections in --help of verbs that compare; the remaining options come last.
 _SECTIONS = {
     "Compare with": {"--source", "--trained", "--adapter", "--hf", "--manifest"},
     "Ask real programs": {
@@ -61,31 +61,31 @@ _SECTIONS = {
     },
     "Output": {"--report", "--accept", "--strict", "--all", "--json", "--quiet", "--verbose"},
 }
-LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
+LAUNCH = "launch"  # the key in `Context.meta` for the words after `--`
 
 
-def anywhere() -> list[click.Option]:
-    """The options that go before a verb and behind it. `main` reads them: it begins before any verb is imported."""
+def global_options() -> list[click.Option]:
+    """The options that are allowed before and after a verb. `main` reads them before it imports the verb."""
     return [
-        click.Option([*spelled, name], is_flag=True, expose_value=False, help=text) for spelled, name, text in _ANYWHERE
+        click.Option([*spelled, name], is_flag=True, expose_value=False, help=text) for spelled, name, text in _GLOBAL
     ]
 
 
-def asked(words: list[str]) -> frozenset[str]:
-    """Which of the options that go anywhere are among the words of a command line."""
+def parse_flags(words: list[str]) -> frozenset[str]:
+    """The names of the global options in a command line."""
     own = words[: words.index("--")] if "--" in words else words
-    return frozenset(name for spelled, name, _ in _ANYWHERE if not set(spelled).isdisjoint(own))
+    return frozenset(name for spelled, name, _ in _GLOBAL if not set(spelled).isdisjoint(own))
 
 
 class Verb(click.Command):
-    """A verb. Raises click.UsageError for options that would do nothing beside the others."""
+    """A verb. Raises click.UsageError for options without effect."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.params += anywhere()
+        self.params += global_options()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, those of a verb that compares in sections."""
+        """Writes the options, in sections for a verb that compares."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         if not any("--source" in one.opts for one in options):
             super().format_options(ctx, formatter)
@@ -105,60 +105,57 @@ class Verb(click.Command):
             formatter.write_text(VERBS[str(self.name)].example)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses, and refuses what is given and has no effect."""
+        """Parses words. Raises click.UsageError for options without effect."""
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if self.name == "convert" and error.option_name in _SIZES:
-                message = (
-                    f"convert takes no {error.option_name}: it needs no parallel sizes, and the output loads at any"
-                )
+                message = f"convert has no option {error.option_name}: the output loads at any parallel size"
                 raise click.UsageError(message, ctx) from error
             raise
-        if ctx.resilient_parsing:  # a shell completes a line that is not whole yet
-            return rest
-        if (text := _refusal(ctx)) is not None:
+        # A shell that completes a line parses an incomplete one.
+        if not ctx.resilient_parsing and (text := _refusal(ctx)) is not None:
             raise click.UsageError(text, ctx)
         return rest
 
 
 class LaunchVerb(Verb):
-    """A verb whose words behind `--` are those of a launch."""
+    """A verb with launch arguments after `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keeps the words behind the first `--` apart, so that the script before it can be told from them."""
+        """Stores the words after the first `--` separately, to distinguish them from the script."""
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[LAUNCH] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
 
 
 def needs_of(command: click.Command) -> dict[Needs, list[str]]:
-    """The options of a verb that have an effect only beside others, by what that is, where the verb has it."""
+    """The options of a verb that require one of several parameters, by these requirements."""
     names = {*(one.name for one in command.params), LAUNCH}
     found: dict[Needs, list[str]] = {}
     for one in command.params:
         for needs in one.needs if isinstance(one, Option) else ():
-            if not names.isdisjoint(needs.beside):
+            if not names.isdisjoint(needs.any_of):
                 found.setdefault(needs, []).append(str(one.name))
     return found
 
 
 def _refusal(ctx: click.Context) -> str | None:
-    """Why some of the options given are refused, or None where each has an effect."""
+    """Why some of the given options are rejected, or None if each has an effect."""
     given, spelled = _given(ctx), _spelled(ctx)
     for names, hint in EXCLUDES:
         if len(named := [spelled[name] for name in names if name in given]) > 1:
             return f"{' and '.join(named)} exclude each other: {hint}"
     for needs, options in needs_of(ctx.command).items():
         named = [spelled[name] for name in options if name in given]
-        if named and given.isdisjoint(needs.beside):
-            beside = " or ".join(spelled[name] for name in needs.beside)
-            return f"{', '.join(named)}: no effect without {beside}; {needs.hint}"
+        if named and given.isdisjoint(needs.any_of):
+            required = " or ".join(spelled[name] for name in needs.any_of)
+            return f"{', '.join(named)}: no effect without {required}; {needs.hint}"
     return None
 
 
 def _given(ctx: click.Context) -> set[str]:
-    """The names of the parameters that are on the command line."""
+    """The names of the parameters on the command line."""
     found = {
         str(one.name)
         for context in filter(None, (ctx.parent, ctx))
@@ -169,6 +166,6 @@ def _given(ctx: click.Context) -> set[str]:
 
 
 def _spelled(ctx: click.Context) -> dict[str, str]:
-    """Every parameter by its name as a command line has it: its long option, or its name as an argument."""
+    """The spelling of every parameter on the command line, by its name."""
     found = {str(one.name): next(word for word in (*one.opts, "") if len(word) != 2) for one in ctx.command.params}
-    return found | {"script": "SCRIPT", LAUNCH: "launch arguments behind --"}
+    return found | {"script": "SCRIPT", LAUNCH: "launch arguments after --"}

@@ -1,4 +1,4 @@
-"""The verbs that judge: `verify` and `preflight`."""
+"""The verbs that verify: `verify`, `preflight` and `gate`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from ckptkit.verify.core.report import Report
 
 
-# What `verify` looks at, and how.
-_asking = together(
+_verify_options = together(
     click.argument("checkpoint", type=PATH),
-    option("--source", type=PATH, help="What it was made from, HF or Megatron: every value is compared."),
+    option("--source", type=PATH, help="The checkpoint it was made from, HF or Megatron: every value is compared."),
     option(
         "--trained",
         is_flag=True,
@@ -41,13 +40,13 @@ _asking = together(
     option(
         "--against-megatron",
         is_flag=True,
-        help="Load it into real Megatron, one process a rank, and compare every parameter.",
+        help="Load it into real Megatron, one process per rank, and compare every parameter.",
     ),
     *(
         option(
             f"--against-{one.name}",
             is_flag=True,
-            help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
+            help=f"Load it into the real {one.label} model class, one process per rank, and compare every parameter.",
         )
         for one in ENGINES
     ),
@@ -68,8 +67,8 @@ _asking = together(
     option(
         "--logits",
         is_flag=True,
-        help="Does it predict text? Asks transformers, on the CPU. With --engine, compares the engine's "
-        "output with transformers'; with --against-megatron, of a Megatron checkpoint, Megatron's output.",
+        help="Does it predict text? Runs transformers on the CPU. With --engine, compares the engine's "
+        "output with transformers'; for a Megatron checkpoint with --against-megatron, Megatron's output.",
     ),
     option(
         "--rollout-data",
@@ -81,12 +80,12 @@ _asking = together(
         "--rollout-temperature",
         type=click.FloatRange(0, min_open=True),
         needs=Needs(("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
-        help="... and was sampled at this temperature. [default: as it says, or 1]",
+        help="... and was sampled at this temperature. [default: the recorded one, or 1]",
     ),
     option(
         "--manifest",
         type=PATH,
-        help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
+        help="A ckptkit.json stored elsewhere: compares every tensor and side file with its digest.",
     ),
     common.parallel,
     option("--etp", type=PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
@@ -95,12 +94,12 @@ _asking = together(
         is_flag=True,
         needs=(
             Needs(("against_sglang",), "add --against-sglang and --tp, or leave it out"),
-            Needs(("tp",), "add --tp: a single rank keeps attention whole as it is"),
+            Needs(("tp",), "add --tp: a single rank has complete attention layers anyway"),
         ),
-        help="With --tp: SGLang keeps attention whole on every rank.",
+        help="With --tp: SGLang has complete attention layers on every rank.",
     ),
     common.megatron_option(
-        "--vpp", default=1, show_default=True, type=PARALLEL, help="Virtual pipeline stages a rank."
+        "--vpp", default=1, show_default=True, type=PARALLEL, help="Virtual pipeline stages per rank."
     ),
     common.megatron,
     option(
@@ -108,22 +107,22 @@ _asking = together(
         "readers",
         multiple=True,
         type=click.Choice(ALL_READERS),
-        help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. "
-        "[default: the engine (vllm with --against-vllm alone, else sglang), slime and miles]",
+        help="A reader whose interpretation of an INT4 checkpoint's `ignore` list counts. Repeatable. "
+        "[default: the engine (vllm with only --against-vllm, else sglang), slime and miles]",
     ),
     option(
         "--accept",
         multiple=True,
         metavar="CODE",
-        help="A check that may stay unchecked, such as CK506 (repacking) without a GPU: the report lists it and is not "
-        "inconclusive because of it. Repeatable.",
+        help="A check that may be skipped, such as CK506 (repacking) without a GPU: the report lists it without "
+        "becoming inconclusive. Repeatable.",
     ),
     common.ray,
 )
 
 
 @click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
-@_asking
+@_verify_options
 @common.reports
 @common.strict
 @common.every
@@ -137,26 +136,21 @@ def verify(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Prove CHECKPOINT: files, values, quantization, and what real Megatron, SGLang and vLLM make of it."""
-    asked = _asked(options)
+    """Prove CHECKPOINT: files, values, quantization, and loading into real Megatron, SGLang and vLLM."""
+    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
+    flags = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
+    against = frozenset(name for name, is_set in flags.items() if is_set)
     with phase("loading ckptkit and torch"):
         from ckptkit.verify.run import verify as run
 
-    report = run(checkpoint, command=sys.argv, readers=readers or None, **asked)
+    report = run(checkpoint, command=sys.argv, readers=readers or None, against=against, pythons=pythons, **options)
     print_report(report, as_json, strict, reports, every)
 
 
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `ckptkit.verify.run.verify` that options of `_asking` come to."""
-    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
-    asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
-    return options | {"against": frozenset(name for name, wanted in asked.items() if wanted), "pythons": pythons}
-
-
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
-@option("--hf-checkpoint", type=PATH, help="What the rollout engine loads.")
-@option("--load", type=PATH, help="What the trainer loads.")
-@option("--ref-load", type=PATH, help="What the reference model loads.")
+@option("--hf-checkpoint", type=PATH, help="The checkpoint that the rollout engine loads.")
+@option("--load", type=PATH, help="The checkpoint that the trainer loads.")
+@option("--ref-load", type=PATH, help="The checkpoint that the reference model loads.")
 @option(
     "--ckpt-step",
     type=click.IntRange(0),
@@ -171,8 +165,8 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     metavar="[PYTHON]",
     is_flag=False,
     flag_value=sys.executable,
-    help="Behind SCRIPT: have slime, miles, Megatron-LM, verl, NeMo-RL or ROLL judge the launch, here or in PYTHON. "
-    "This executes the trainer's code, from the launch's checkout or as it is installed, without a GPU and offline.",
+    help="After SCRIPT: let slime, miles, Megatron-LM, verl, NeMo-RL or ROLL parse the launch, here or in PYTHON. "
+    "This executes the trainer's code, from the launch's checkout or the installed one, without a GPU and offline.",
 )
 @common.parallel
 @common.reports
@@ -191,14 +185,14 @@ def preflight(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Before a training job: which weights each side would really load, and whether they belong together.
+    """Before a training job: find the weights that each side would load, and check that they match.
 
     SCRIPT is a launch script in bash, or `-` for a command on standard input. It is read and never run. Its paths,
-    model arguments, parallel sizes and GPUs are held against the checkpoints; of weights at most samples are read.
-    Launch arguments behind -- come after its own, or are a launch by themselves. What cannot be told before a script
-    runs, and names a path or a size, makes the report inconclusive.
+    model arguments, parallel sizes and GPUs are compared with the checkpoints; of weights, at most samples are read.
+    Launch arguments after -- are appended to those of SCRIPT, or are a launch by themselves. A path or size that is
+    unknown before the script runs makes the report inconclusive.
 
-    Of a job of verl, NeMo-RL or ROLL, SCRIPT may be its YAML file, and the words behind -- override its settings.
+    For a job of verl, NeMo-RL or ROLL, SCRIPT may be its YAML file, and the words after -- override its settings.
     """
     from ckptkit.verify.launch.preflight import preflight as run
 
@@ -220,16 +214,16 @@ def preflight(
 @common.strict
 @click.pass_context
 def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> None:
-    """Run the command behind --, whatever starts the job: a script, Python, make.
+    """Run the command after --, which starts the job: a script, Python, make.
 
-    The first time that it is about to start a trainer by python, python3, torchrun or ray, `preflight` judges the very
-    words, in their directory and environment. Where that fails, no trainer is started, and the exit code is 1. Where it
-    passes or is inconclusive, the job goes on, and the exit code is that of the command.
+    Before it starts its first trainer by python, python3, torchrun or ray, `preflight` checks the exact words, in their
+    directory and environment. If that fails, no trainer is started, and the exit code is 1. If it passes or is
+    inconclusive, the job continues, and the exit code is that of the command.
     """
     from ckptkit.app.gate import gate as run
 
     if not (command := context.meta[LAUNCH]):
-        raise click.UsageError("give the command that starts the job behind --: ckptkit gate -- bash run.sh")
+        raise click.UsageError("give the command that starts the job after --: ckptkit gate -- bash run.sh")
     options = [word for path in reports for word in ("--report", str(path.absolute()))] + ["--strict"] * strict
     code, remark = run(command, options)
     if remark:
@@ -238,7 +232,7 @@ def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> 
 
 
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
-    """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
+    """Prints a report, writes it to the files `reports`, and raises SystemExit unless its status is `passed`."""
     from ckptkit.verify.reports import write_report
     from ckptkit.verify.reports.text import groups, totals
 
@@ -246,7 +240,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         for path in reports:
             write_report(report, path)
     finally:
-        # What was found is said even where the disk is full.
+        # Findings are printed even if the disk is full.
         if as_json:
             echo_json(report.to_json())
         else:
@@ -256,7 +250,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
                 render(report, every=every)
     lines = [totals(report)] if as_json else []
     lines += [f"report in {', '.join(map(str, reports))}"] if reports else []
-    # The text has the counts and this command.
+    # The text report already contains the counts and this command.
     after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
     closing("; ".join(lines) or "done", after)
     skipped = [check.code for check in report.checks if check.status == "skipped"]

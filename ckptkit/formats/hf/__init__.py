@@ -1,1 +1,1 @@
-"""HF directories: safetensors shards with an index, and the files beside the weights."""
+"""HF directories: safetensors shards with an index, and side files."""

@@ -16,13 +16,13 @@ _PICKLE = "adapter_model.bin"
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether an adapter lies here, and no model beside it."""
+    """Whether a directory has an adapter and no model."""
     has_adapter = (path / ADAPTER_CONFIG).exists() or (path / ADAPTER_WEIGHTS).exists()
     return has_adapter and not (path / "config.json").exists()
 
 
 class AdapterFiles(HfCheckpoint):
-    """A stored adapter; `config` is adapter_config.json. Reads headers. Raises CkptkitError for damage, pickles."""
+    """A stored adapter; `config` is adapter_config.json. Reads headers. Raises CkptkitError for damage or pickles."""
 
     def __init__(self, root: Path) -> None:
         require_own_files(root)

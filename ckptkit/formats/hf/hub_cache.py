@@ -1,4 +1,4 @@
-"""Finds models (`ORG/NAME`) in the local cache of the hub's client, and what it recorded of files; needs no network."""
+"""Finds models (`ORG/NAME`) and recorded hashes of files in the local cache of the hub's client; needs no network."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MAX_LINKS = 8  # from a file to its blob there are one or two
 
 @dataclass(frozen=True)
 class HubModel:
-    """A name on a hub: its snapshot in the local cache, and why; None where the start downloads some of it.
+    """A name on a hub: its snapshot in the local cache, or None if the trainer downloads some of it, and the reason.
 
-    Where a download is forbidden, the snapshot is what the trainer has, whole or not, even if it is not there at all.
+    If downloads are forbidden, the trainer uses the snapshot even if it is incomplete or missing.
     """
 
     name: str
@@ -37,10 +37,10 @@ class HubModel:
 
 
 def hub_model(text: str, environment: Mapping[str, str]) -> HubModel | None:
-    """The model of that name in this trainer's cache; None for no model name or for an existing directory."""
+    """The model of that name in this trainer's cache, or None for an existing directory or any other text."""
     if not _NAME.fullmatch(text) or Path(text).exists():
         return None
-    # Half a second, and most launches name directories.
+    # This import takes half a second, and most launches name directories.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -48,17 +48,16 @@ def hub_model(text: str, environment: Mapping[str, str]) -> HubModel | None:
     try:
         found = try_to_load_from_cache(text, "config.json", cache_dir=cache)
     except HFValidationError:
-        return None  # the trainer refuses it too
+        return None  # the trainer rejects it too
     forbidden = next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None)
     if not isinstance(found, str) or not Path(found).exists():
         if forbidden:
             folder = cache / f"models--{text.replace('/', '--')}"
             return HubModel(text, folder, f"{text}, which is not in {cache}, and {forbidden} forbids a download")
-        return HubModel(text, None, f"not in {cache}, so it is downloaded at the start; not looked at")
+        return HubModel(text, None, f"not in {cache}, so the trainer downloads it; not checked")
     snapshot = Path(found).parent
-    if not forbidden and not _is_whole(snapshot):
-        why = f"in {cache} only in part, so the rest is downloaded at the start; not looked at"
-        return HubModel(text, None, why)
+    if not forbidden and not _is_complete(snapshot):
+        return HubModel(text, None, f"only partly in {cache}, so the trainer downloads the rest; not checked")
     return HubModel(text, snapshot, f"{text} in the local hub cache")
 
 
@@ -70,12 +69,12 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(cache)))
 
 
-def _is_whole(snapshot: Path) -> bool:
-    """Whether the weights of a snapshot are there: those that its index names, or any file of them."""
+def _is_complete(snapshot: Path) -> bool:
+    """Whether a snapshot has the weights in its index, or any file of weights without an index."""
     try:
         index = read_json(snapshot / INDEX) if (snapshot / INDEX).exists() else {}
     except CkptkitError:
-        return True  # a damaged index, which a check of headers names
+        return True  # a check of headers reports the damaged index
     weights = index.get("weight_map")
     names = set(map(str, weights.values())) if isinstance(weights, dict) else set()
     return all((snapshot / name).exists() for name in names) and any(snapshot.glob("*.safetensors"))
@@ -83,38 +82,28 @@ def _is_whole(snapshot: Path) -> bool:
 
 @dataclass(frozen=True)
 class Download:
-    """What the hub's client has recorded of a file that it downloaded.
+    """The record of the hub's client of a downloaded file."""
 
-    digest: in hexadecimal, the SHA-256 of a file that the hub stores apart, the SHA-1 of git's blob of a small one.
-    record: where that stands: a blob of the cache, or a file of metadata beside the downloaded one.
-    time: seconds since 1970 at which the file was as downloaded; one that is newer has been changed or replaced since.
-    origin: the model, where it is known, and its revision.
-    fetch: the command that downloads it again.
-    """
-
-    digest: str
-    record: Path
-    time: float
-    origin: str
-    fetch: str
+    digest: str  # hexadecimal: the SHA-256 of a large file, the SHA-1 of git's blob of a small one
+    record: Path  # the file with the digest: a blob of the cache, or metadata next to the downloaded file
+    time: float  # of the download, in seconds since 1970; a newer file was changed or replaced
+    origin: str  # the model, if known, and its revision
+    fetch: str  # the command to download it again
 
 
 def downloads_in(root: Path) -> dict[str, Download]:
-    """The files of an HF directory that the hub's client has downloaded and says the content of, by relative name.
+    """The files of an HF directory with a hash recorded by the hub's client, by relative name.
 
-    In its cache, files are links to blobs whose names are hashes of the content. `hf download --local-dir` leaves
-    metadata below `.cache/huggingface/download`. What is not as the client writes it counts as no record, as for
-    itself. Source: huggingface_hub `file_download.py` and `_local_folder.py`.
+    In its cache, files are links to blobs, named by hashes. `hf download --local-dir` writes metadata below
+    `.cache/huggingface/download`. Invalid records are ignored, like by the client.
+    Source: huggingface_hub `file_download.py` and `_local_folder.py`.
     """
-    found: dict[str, Download] = {}
-    for name in map(str, files_below(root)):
-        if (root / name).is_file() and (record := _cached(root, name) or _local(root, name)) is not None:
-            found[name] = record
-    return found
+    files = (name for name in map(str, files_below(root)) if (root / name).is_file())
+    return {name: one for name in files if (one := _cached(root, name) or _local(root, name)) is not None}
 
 
 def _cached(root: Path, name: str) -> Download | None:
-    """The record of a link to a blob, which may be a link itself, into a store that models share."""
+    """The record of a link to a blob, which may be a link into a store shared by models."""
     link = root / name
     for _ in range(_MAX_LINKS):
         if not link.is_symlink():
@@ -130,7 +119,7 @@ def _cached(root: Path, name: str) -> Download | None:
 
 
 def _local(root: Path, name: str) -> Download | None:
-    """The record in the metadata of a download with --local-dir: three lines, commit, hash and time."""
+    """The record in the metadata of a download with --local-dir: lines with commit, hash and time."""
     record = root / ".cache" / "huggingface" / "download" / f"{name}.metadata"
     try:
         lines = read_regular(record, _MAX_METADATA).decode().splitlines()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# A config is read for many questions. The largest name every layer that is not quantized: some ten thousand.
+# Configs are read often. The largest list every unquantized layer: some ten thousand.
 _CONFIG, _MAX_IN_CONFIG = "config.json", 250_000
 MODELOPT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -33,7 +33,7 @@ _MAX_NAME = 255  # bytes of a file's name, on every file system of Linux
 
 
 def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
-    """A JSON object. Raises CkptkitError, with `shown` for its path, when the file is missing or is not one."""
+    """A JSON object. Raises CkptkitError, with `shown` for its path, if the file is missing or contains none."""
     try:
         content = read_regular(path, MAX_BYTES)
     except OSError as error:
@@ -43,30 +43,28 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 
 
 def read_config(root: Path | Directory) -> dict[str, Any]:
-    """The config.json of an HF directory. Raises CkptkitError as `read_json`.
+    """The config.json of an HF directory. Raises CkptkitError like `read_json`.
 
-    A quantization that only ModelOpt's hf_quant_config.json declares is added, as in SGLang and vLLM.
+    A quantization declared only in ModelOpt's hf_quant_config.json is added, like in SGLang and vLLM.
     """
     source = directory(root)
     config = read_json(source.path / _CONFIG, source.at(_CONFIG))
-    beside = source.path / MODELOPT_CONFIG
-    text = config.get("text_config")
-    stated = [holder.get(key) for holder in (config, text) if isinstance(holder, dict) for key in QUANTIZATION_KEYS]
-    if not os.path.lexists(beside) or any(one is not None for one in stated):
+    file, parts = source.path / MODELOPT_CONFIG, (config, config.get("text_config"))
+    declared = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION_KEYS]
+    if not os.path.lexists(file) or any(one is not None for one in declared):
         return config
-    content = read_json(beside, source.at(MODELOPT_CONFIG))
-    # ModelOpt writes one form with that key, and from 1.0 on one without, as in config.json.
+    content = read_json(file, source.at(MODELOPT_CONFIG))
+    # ModelOpt writes this key before 1.0; later the object itself, like in config.json.
     inner = content.get("quantization", content if "quant_algo" in content else None)
     if not isinstance(inner, dict):
         raise DamagedError(f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release")
-    # Of a key-value cache alone, no weight is quantized.
-    return (
-        config | {"quantization_config": {"quant_method": "modelopt", **inner}} if inner.get("quant_algo") else config
-    )
+    if not inner.get("quant_algo"):  # only a key-value cache is quantized
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt", **inner}}
 
 
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
-    """A JSON object. Raises CkptkitError when it is none."""
+    """Parses a JSON object. Raises CkptkitError for anything else."""
     try:
         with memory_for(shown):
             content = parse(text, _MAX_IN_CONFIG if shown.endswith(_CONFIG) else MAX_VALUES)
@@ -78,16 +76,16 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether this can be a file of a directory, and of no other."""
+    """Whether this is a valid name of a file in a directory, not a path to another one."""
     plain = Path(name).name == name and name not in {"", ".", ".."} and "\0" not in name
     return plain and len(name.encode(errors="surrogatepass")) <= _MAX_NAME
 
 
 def shard_names(root: Path | Directory) -> dict[str, str] | None:
-    """The index's {tensor: file}; None without an index. Raises CkptkitError when a file lies outside `root`."""
+    """The index's {tensor: file}, or None without an index. Raises CkptkitError for a file outside `root`."""
     source = directory(root)
     index, shown = source.path / INDEX, source.at(INDEX)
-    if not os.path.lexists(index):  # a link to nothing is not an absence
+    if not os.path.lexists(index):  # a broken link is an error below
         return None
     weight_map = read_json(index, shown).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -97,29 +95,27 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     for file in set(weight_map.values()):
         if not is_file_name(file):
             name = next(name for name, home in weight_map.items() if home == file)
-            raise DamagedError(
-                f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory",
-                "restore the index from the release",
-            )
+            message = f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory"
+            raise DamagedError(message, "restore the index from the release")
     if problem := long_name(weight_map):
         raise DamagedError(f"{shown} has {problem}", "restore the index from the release")
     return weight_map
 
 
 def stored_names(root: Path) -> Collection[str]:
-    """Tensor names in the index or single file, if any. Raises CkptkitError as `shard_names` and `read_shard`."""
+    """Tensor names in the index or single file, if any. Raises CkptkitError like `shard_names` and `read_shard`."""
     if (weight_map := shard_names(root)) is not None:
         return weight_map
     return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()
 
 
 def has_weights(root: Path) -> bool:
-    """Whether this HF directory holds safetensors weights: an index, or the single file that needs none."""
+    """Whether an HF directory has safetensors weights: an index, or a single file without one."""
     return (root / INDEX).exists() or (root / SINGLE).exists()
 
 
 class HfCheckpoint:
-    """An HF directory. Reads headers but of known `shards`. Raises CkptkitError unless they and the index agree."""
+    """An HF directory. Reads headers except of known `shards`. Raises CkptkitError if they contradict the index."""
 
     def __init__(self, root: str | Path | Directory, shards: Mapping[str, Shard] | None = None) -> None:
         self.directory = directory(root)
@@ -129,10 +125,8 @@ class HfCheckpoint:
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         refuse_other_format(self.root)
         if weight_map is None and not os.path.lexists(self.root / SINGLE):
-            raise MissingError(
-                f"{self.directory} has neither {INDEX} nor {SINGLE}",
-                other_weights(self.root) or "download its weights, as safetensors",
-            )
+            hint = other_weights(self.root) or "download its weights, as safetensors"
+            raise MissingError(f"{self.directory} has neither {INDEX} nor {SINGLE}", hint)
         known = shards or {}
         self.shards = {
             file: known[file].sound()
@@ -151,20 +145,14 @@ class HfCheckpoint:
         if actual == weight_map and stored == len(actual):
             return
         if ghosts := weight_map.keys() - actual.keys():
-            raise DamagedError(
-                f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
-                "a shard is wrong",
-            )
+            message = f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}"
+            raise DamagedError(message, "a shard is wrong")
         if extra := actual.keys() - weight_map.keys():
-            raise DamagedError(
-                f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}",
-                "the index is wrong",
-            )
+            message = f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}"
+            raise DamagedError(message, "the index is wrong")
         if stored != len(actual):
-            raise DamagedError(
-                f"{self.directory}: a tensor is in two shards",
-                "two saves are mixed: `ckptkit verify` says in which files, and which of them are newer",
-            )
+            hint = "two saves are mixed: `ckptkit verify` lists the files, and the newer ones among them"
+            raise DamagedError(f"{self.directory}: a tensor is in two shards", hint)
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:
             raise DamagedError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")
 
@@ -178,7 +166,7 @@ class HfCheckpoint:
 
     @property
     def layout(self) -> dict[str, list[str]]:
-        """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
+        """The tensors of each file, in file order."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
     def files_of(self, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Opens an HF directory at a URL: its small files come here, its tensors are read from there when they are wanted."""
+"""Opens an HF directory at a URL: copies small files to this machine, and reads tensors from the URL on demand."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER, require_own_files
 from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
-from ckptkit.formats.hf.side_files import MAX_BYTES_BESIDE, is_hidden, is_weight
+from ckptkit.formats.hf.side_files import MAX_SIDE_FILE_BYTES, is_hidden, is_weight
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, is_url
 
 CONFIG = "config.json"
-_AT_ONCE = 16  # files at one time: most of the time goes by waiting for the first byte
+_AT_ONCE = 16  # concurrent files: most of the time is latency
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Directory]:
-    """The directory at a path of this machine; for a URL, the HF directory there while the block runs.
+def open_directory(path: str | Path) -> Iterator[Directory]:
+    """The directory at a local path; for a URL, a temporary copy of the HF directory without tensors.
 
-    Config, tokenizer, templates and code of it are copied here, and every shard up to the end of its header:
-    `HfCheckpoint` reads the tensors from the URL. Raises CkptkitError where there is no HF directory.
+    Copies config, tokenizer, templates, code and the headers of shards; `HfCheckpoint` reads tensors from the URL.
+    Raises CkptkitError if there is no HF directory.
     """
     if not is_url(path):
         yield Directory(Path(path))
@@ -42,7 +42,7 @@ def opened(path: str | Path) -> Iterator[Directory]:
 
 
 def config_at(path: str | Path) -> dict[str, Any] | None:
-    """The config.json at a path or URL, or None. Raises CkptkitError as `read_json` and `Store`."""
+    """The config.json at a path or URL, or None. Raises CkptkitError like `read_json` and `Store`."""
     if not is_url(path):
         require_own_files(path)
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
@@ -51,34 +51,31 @@ def config_at(path: str | Path) -> dict[str, Any] | None:
 
 
 def check_unchanged(source: Directory) -> None:
-    """Raises ChangedError when a file of a URL was written since it was opened. A directory of this machine passes."""
+    """Raises ChangedError if a file at a URL was written since it was opened."""
     before = source.remote
     if before is None:
         return
     after = Listing.of(Store(before.url)).versions
     if changed := [name for name in sorted({*before.versions, *after}) if before.versions.get(name) != after.get(name)]:
-        raise ChangedError(
-            f"{before.url} changed while it was read: {summarize(changed)}", "run again when nothing writes there"
-        )
+        message = f"{before.url} changed while it was read: {summarize(changed)}"
+        raise ChangedError(message, "run again when nothing writes there")
 
 
 def _fetch(store: Store, root: Path) -> Listing:
-    """Brings into `root` what is read whole, and the headers. Returns what there is."""
+    """Downloads small files and the headers of shards into `root`. Returns the listing of the store."""
     _check_kind(store)
     listing = Listing.of(store)
-    seen = [name for name in listing.sizes if not is_hidden(name)]
-    whole = [name for name in seen if not is_weight(name) or name == INDEX]
-    weights = [name for name in seen if is_weight(name) and name != INDEX and "/" not in name]
-    for name in whole:
-        limit = MAX_BYTES if name in LOADED else MAX_BYTES_BESIDE
+    visible = [name for name in listing.sizes if not is_hidden(name)]
+    small = [name for name in visible if not is_weight(name) or name == INDEX]
+    weights = [name for name in visible if is_weight(name) and name != INDEX and "/" not in name]
+    for name in small:
+        limit = MAX_BYTES if name in LOADED else MAX_SIDE_FILE_BYTES
         if listing.sizes[name] > limit:
-            raise CkptkitError(
-                f"{store.at(name)}: {listing.sizes[name]} bytes, and at most {limit} are read of such a file",
-                "copy the right one there",
-            )
+            message = f"{store.at(name)}: {listing.sizes[name]} bytes, but at most {limit} are read of such a file"
+            raise CkptkitError(message, "copy the right one there")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_AT_ONCE, "ckptkit-open") as pool:
-        tasks = [pool.submit(store.download, name, root / name) for name in whole]
+        tasks = [pool.submit(store.download, name, root / name) for name in small]
         tasks += [pool.submit(fetch_header, store, name, listing.sizes[name], root / name) for name in weights]
         try:
             for task in tasks:
@@ -89,30 +86,26 @@ def _fetch(store: Store, root: Path) -> Listing:
 
 
 def _check_kind(store: Store) -> None:
-    """Raises CkptkitError unless this is an HF directory, before anything else in there is listed."""
+    """Raises CkptkitError unless this is an HF directory, before its folders are listed."""
     top = store.top()
     if not top:
-        raise MissingError(f"{store.url} holds nothing", "check the URL; give the directory that holds config.json")
-    if {TRACKER, ".metadata"} & set(top) or any(
-        ITERATION.fullmatch(name) or LEGACY_RANK.fullmatch(name) for name in top
-    ):
-        raise CkptkitError(
-            f"{store.url} is a Megatron checkpoint, and only HF directories are read from URLs",
-            "copy it to a local disk first",
-        )
+        raise MissingError(f"{store.url} is empty", "check the URL; give the directory that has config.json")
+    is_iteration = any(ITERATION.fullmatch(name) or LEGACY_RANK.fullmatch(name) for name in top)
+    if is_iteration or {TRACKER, ".metadata"} & set(top):
+        message = f"{store.url} is a Megatron checkpoint, but only HF directories are read from URLs"
+        raise CkptkitError(message, "copy it to a local disk first")
     if CONFIG not in top:
-        raise MissingError(
-            f"{store.url} holds no config.json, but {summarize(top)}", "give the directory of an HF checkpoint"
-        )
+        message = f"{store.url} has no config.json, but {summarize(top)}"
+        raise MissingError(message, "give the directory of an HF checkpoint")
 
 
 def fetch_header(store: Store, name: str, size: int, target: Path) -> None:
-    """Writes the start of a shard to `target`, up to the end of its header; of a file in another format, nothing."""
+    """Writes the header of a safetensors file to `target`, or an empty file for another format."""
     content = b""
     if name.endswith(".safetensors"):
         content = _read(store, name, 0, min(8, size))
         length = int.from_bytes(content, "little")
-        # A length that cannot be is for the reader of the header to refuse.
+        # The reader of the header rejects an invalid length.
         content += _read(store, name, 8, length) if length <= min(size - 8, MAX_HEADER) else b""
     target.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""Reads one safetensors file: its header, with all that is wrong with it, and its tensors.
+"""Reads one safetensors file: its header with all faults, and its tensors.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
 (https://github.com/huggingface/safetensors#format).
@@ -30,14 +30,13 @@ from ckptkit.storage.regular import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
-# Dtypes that safetensors has and no reader of checkpoints takes: what to do about a file with one.
+_MAX_BYTES = 1 << 60  # of a tensor; a larger size is a fault
+# Hints for dtypes of safetensors that no engine reads.
 _UNREAD = {
-    "F4": "no release has weights so, and engines read pairs of 4-bit numbers as U8: export them as bytes",
+    "F4": "engines read pairs of 4-bit numbers as U8: export them as bytes",
     **dict.fromkeys(
         ("F8_E4M3FNUZ", "F8_E5M2FNUZ"),
-        "FP8 of AMD's MI300, whose bytes mean half as much as F8_E4M3's: export the release's own FP8, which engines "
-        "turn into it there",
+        "this is FP8 of AMD's MI300, with half the value of F8_E4M3: export the release's FP8, which engines convert",
     ),
 }
 _LFS = b"version "  # a pointer of Git LFS begins with this
@@ -46,7 +45,7 @@ MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Fault:
-    """A difference in a file, or in the tensor `name`. `hint`: the next move, if not to copy the file again."""
+    """A fault of a file, or of the tensor `name`. `hint`: the next step, if not to copy the file again."""
 
     expected: str
     actual: str
@@ -59,10 +58,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Shard:
-    """What the header of a file says, as far as it can be read: the tensors in the order of their bytes.
+    """The readable part of a file's header: the tensors in the order of their bytes.
 
-    `offsets`: where each begins, in bytes of the file; `nbytes`: what they take together. `faults`: everything that
-    safetensors itself would refuse. `readable`: whether there is a header at all.
+    `offsets`: positions of tensors in the file; `nbytes`: bytes of all tensors. `faults`: everything that safetensors
+    would reject. `readable`: whether there is a header.
     """
 
     path: Path
@@ -77,15 +76,12 @@ class Shard:
     def sound(self) -> Shard:
         """This shard. Raises CkptkitError for the first of its faults."""
         if self.faults:
-            what = f"{self.remote or self.path} is not a whole safetensors file: {self.faults[0]}"
-            raise DamagedError(what, self.faults[0].hint or "copy or download it again")
+            message = f"{self.remote or self.path} is not a valid safetensors file: {self.faults[0]}"
+            raise DamagedError(message, self.faults[0].hint or "copy or download it again")
         return self
 
     def read(self, name: str, reader: Reader | None = None) -> Tensor:
-        """One tensor; what `reader` has loaded of it is not read again.
-
-        Uses plain reads, not mmap: a file truncated meanwhile, or a bad sector, raises an error instead of a signal.
-        """
+        """Reads one tensor, from loaded ranges of `reader` if possible. Raises DamagedError for a truncated file."""
         spec, flat = self.specs[name], self._bytes(name, reader)
         if len(flat) != spec.nbytes:
             hint = "the file is truncated; copy or download it again"
@@ -93,28 +89,28 @@ class Shard:
         return elements(flat, spec.torch_dtype).view(spec.shape)
 
     def _bytes(self, name: str, reader: Reader | None) -> Tensor:
-        """The bytes of a tensor, uint8 [bytes]: fewer where the file ends."""
+        """The bytes of a tensor, uint8 [bytes]; fewer at the end of the file."""
         if self.remote is None:
-            wanted = self.byte_range(name)
-            found = reader.loaded(wanted) if reader else None
-            return read_new(wanted) if found is None else found
+            # Plain reads, not mmap: a truncated file or a bad sector raises an error instead of a signal.
+            loaded = reader.loaded(self.byte_range(name)) if reader else None
+            return read_new(self.byte_range(name)) if loaded is None else loaded
         import torch
 
         flat = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
         return flat[: self.remote.read_into(bytes_of(flat), self.offsets[name])]
 
     def stretch(self, name: str, element: int) -> FileExtent:
-        """The bytes of a tensor from an element on, counted row by row, as far as they follow one another."""
+        """The bytes of a tensor from an element on, counted row by row."""
         before = element * ITEMSIZE[self.specs[name].dtype]
         return FileExtent(self.path, self.offsets[name] + before, self.specs[name].nbytes - before)
 
     def byte_range(self, name: str) -> ByteRange:
-        """Where the bytes of a tensor stand."""
+        """The position of a tensor's bytes."""
         return ByteRange(self.path, self.offsets[name], self.offsets[name] + self.specs[name].nbytes)
 
 
 def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
-    """The header of a file (of `remote` its first bytes). Raises CkptkitError where safetensors would refuse it."""
+    """The header of a file (the copied one of `remote`). Raises CkptkitError if safetensors would reject it."""
     try:
         with memory_for(remote or path):
             return scan_shard(path, remote).sound()
@@ -124,19 +120,19 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
 
 
 def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
-    """Does what `read_shard` does, but keeps what is wrong as `faults`. Raises OSError where it cannot be read."""
+    """Like `read_shard`, but returns `faults`. Raises OSError if the file cannot be read."""
     size = remote.size if remote else path.stat().st_size
     with open_regular(path) as file:
         first = file.read(8)
         length = int.from_bytes(first, "little")
         if first == _LFS:
-            return unreadable(path, "a pointer of Git LFS in its place: run `git lfs pull`", remote)
+            return unreadable(path, "a pointer of Git LFS instead: run `git lfs pull`", remote)
         if size < 8 or length > min(size - 8, MAX_HEADER):
             return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
         text = file.read(length)
     try:
         if (values := count_values(text)) > MAX_VALUES:
-            return unreadable(path, f"a header of about {values} values, and at most {MAX_VALUES} are read", remote)
+            return unreadable(path, f"a header of about {values} values, but at most {MAX_VALUES} are read", remote)
         header = json.loads(text.decode())
         require_characters(text, header)
     except (ValueError, RecursionError) as error:
@@ -145,7 +141,9 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         return unreadable(path, "a header that is not a JSON object", remote)
     if problem := long_name(header):
         return unreadable(path, problem, remote)
-    faults = list(_repetitions(text)) if _may_repeat(text, header) else []
+    # More colons than pairs of the parsed values: in names, or of repeated keys.
+    pairs = len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
+    faults = list(_repetitions(text)) if text.count(b":") > pairs else []
     metadata = {} if (stored := header.pop("__metadata__", None)) is None else stored
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         faults.append(Fault("a __metadata__ of strings", shortened(metadata)))
@@ -170,36 +168,31 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
 
 
 def unreadable(path: Path, actual: str, remote: RemoteFile | None = None) -> Shard:
-    """A file without a header that can be read."""
+    """A file without a readable header."""
     return Shard(path, faults=(Fault("a safetensors file", actual),), readable=False, remote=remote)
 
 
 class _Object(list[tuple[str, Any]]):
-    """A JSON object as pairs, so that a key that is there twice shows."""
-
-
-def _may_repeat(text: bytes, header: Mapping[str, Any]) -> bool:
-    """Whether JSON has more colons than its values have pairs: in names, or of a key twice. Fast."""
-    return text.count(b":") > len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
+    """A JSON object as pairs, with repeated keys."""
 
 
 def _repetitions(text: bytes) -> Iterator[Fault]:
-    """Names that are there twice in a header, and entries with a key that is."""
+    """Repeated names in a header, and entries with repeated keys."""
     pairs: _Object = json.loads(text, object_pairs_hook=_Object)
     for name in repeated_keys(pairs):
-        yield Fault("each name once in a header", "it is there twice", name)
+        yield Fault("each name once in a header", "it occurs twice", name)
     for name, entry in pairs:
         if name != "__metadata__" and isinstance(entry, _Object) and (keys := repeated_keys(entry)):
             yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
 
 
-# First byte and end in the data, the bytes that the tensor takes, and the tensor.
+# First byte and end in the data, bytes of the tensor, and the tensor.
 _Span = tuple[int, int, int, TensorSpec]
 _SIZE_OF_CODE = {code: ITEMSIZE[dtype] for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
-    """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
+    """Checks and parses all header entries at once. Returns None if one is invalid, and each must be parsed singly."""
     try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
         if max((len(entry[2]) for entry in entries), default=0) > MAX_AXES:
@@ -221,7 +214,7 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
 
 
 def _entry(name: str, entry: Any) -> _Span | Fault:
-    """One header entry, or what is wrong with it."""
+    """One header entry, or its fault."""
     expected = "a header entry with a known dtype, whole numbers as shape and two data_offsets"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
@@ -233,17 +226,15 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
-    small = (
-        len(shape) <= MAX_AXES and len(offsets) == 2 and all(0 <= number < _MAX_BYTES for number in (*shape, *offsets))
-    )
-    if not small or math.prod(shape) >= _MAX_BYTES:
+    is_bounded = all(0 <= number < _MAX_BYTES for number in (*shape, *offsets))
+    if not is_bounded or len(shape) > MAX_AXES or len(offsets) != 2 or math.prod(shape) >= _MAX_BYTES:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
     return offsets[0], offsets[1], spec.nbytes, spec
 
 
 def _misplaced(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]:
-    """What is wrong with where tensors lie, given in order: overlaps, holes, a truncated file, trailing bytes."""
+    """Faults in the positions of tensors, which are in order: overlaps, holes, a truncated file, trailing bytes."""
     stop = 0
     for begin, end, nbytes, spec in spans:
         if begin == stop and end == begin + nbytes:
@@ -257,4 +248,4 @@ def _misplaced(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]
         stop = max(stop, begin + nbytes)
     if start + stop != size:
         kind = "is truncated" if size < start + stop else "has trailing bytes"
-        yield Fault(f"{start + stop} bytes, as its header says", f"{size} bytes: the file {kind}")
+        yield Fault(f"{start + stop} bytes, according to its header", f"{size} bytes: the file {kind}")

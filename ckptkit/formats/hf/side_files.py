@@ -1,4 +1,4 @@
-"""What belongs to an HF checkpoint besides weights: config, tokenizer, templates, code; and how its shards were cut."""
+"""Side files of an HF checkpoint (config, tokenizer, templates, code), and the layout of its shards."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 from ckptkit.storage.tree import files_below
 
-MAX_BYTES_BESIDE = 16 << 30  # of a file beside weights
+MAX_SIDE_FILE_BYTES = 16 << 30
 _OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 
 def side_files(root: Path, within: Path | None = None) -> list[Path]:
-    """Every file of an HF directory that is not a weight, relative to it, but hidden ones and unread links to nothing.
+    """Every file of an HF directory except weights, hidden files and broken links that no loader reads.
 
-    `within`: the checkpoint that the directory is part of. Raises CkptkitError as `files_below` and `require_utf8`, and
-    for a link to nothing or a folder in place of a file that loaders read: a tokenizer would be lost silently.
+    `within`: the checkpoint that contains the directory. Raises CkptkitError like `files_below` and `require_utf8`, and
+    for a broken link or a folder instead of a file that loaders read.
     """
     if folders := [name for name in sorted(LOADED) if (root / name).is_dir()]:
         raise CkptkitError(f"{root / folders[0]} is not a regular file", "put the file of the release in its place")
     files = [file for file in files_below(root, within) if not is_hidden(str(file))]
     links = {file: target for file in files if (target := target_of(root / file)) is not None}
     for file in filter(is_read, links):
-        raise MissingError(f"{root / file} is a link to nothing: {links[file]}", fetch_again((root / file).parent))
-    left_out = {*links, *_OWN}
-    return require_utf8(root, [file for file in files if not is_weight(file.name) and file not in left_out])
+        raise MissingError(f"{root / file} is a broken link to {links[file]}", fetch_again((root / file).parent))
+    omitted = {*links, *_OWN}
+    return require_utf8(root, [file for file in files if not is_weight(file.name) and file not in omitted])
 
 
 def is_read(file: Path) -> bool:
-    """Whether loaders or ckptkit read a file of an HF directory, relative to it: weights, settings, templates, code."""
+    """Whether loaders or ckptkit read a file (relative to an HF directory): weights, settings, templates, code."""
     return file in _OWN or is_loaded(file) or (len(file.parts) == 1 and is_weight(file.name))
 
 
 def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
-    """These files. Raises CkptkitError for a name that is not UTF-8: JSON, as of a manifest, cannot hold it."""
+    """These files. Raises CkptkitError for a name that is not UTF-8, as JSON requires."""
     for file in files:
         if (name := os.fsencode(file).decode(errors="backslashreplace")) != str(file):
             message = f"{root} contains a file with a name that is not UTF-8, {name}"
@@ -60,17 +60,17 @@ def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file, named relative to its HF directory, or a folder of it is hidden: no part of the model."""
+    """Whether a file (relative to its HF directory) or one of its folders is hidden, so not part of the model."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
 def is_weight(name: str) -> bool:
-    """Whether a file holds weights, in whatever format, or is their index."""
+    """Whether a file has weights in any format, or is their index."""
     return name.endswith(_WEIGHTS)
 
 
 def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
-    """Copies files, named relative to `root`, byte for byte. Raises CkptkitError when one cannot be read."""
+    """Copies files (relative to `root`) byte for byte. Raises CkptkitError if one cannot be read."""
     for relative in files:
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         with (target / relative).open("wb") as copied:
@@ -79,13 +79,11 @@ def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file beside weights, 1 MiB at a time. Raises CkptkitError if unreadable or too large."""
+    """The bytes of a side file, 1 MiB at a time. Raises CkptkitError if it is unreadable or too large."""
     try:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
-                raise OSError(
-                    errno.EFBIG, f"{size} bytes, and at most {MAX_BYTES_BESIDE} are read of a file next to weights"
-                )
+            if (size := os.fstat(file.fileno()).st_size) > MAX_SIDE_FILE_BYTES:
+                raise OSError(errno.EFBIG, f"{size} bytes, but at most {MAX_SIDE_FILE_BYTES} are read of a side file")
             while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
@@ -94,24 +92,24 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
     """The quantization of an HF config's weights under any key, or None, also if only the cache is quantized."""
-    content = stated_quantization(config)
+    content = declared_quantization(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return None if content.get("kv_cache_scheme") and not content.get("config_groups") else content
     return content
 
 
-def stated_quantization(config: Mapping[str, Any]) -> Any:
-    """What an HF config says of quantized weights or of a quantized cache; None: nothing."""
-    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
-    return next((holder[key] for holder in holders for key in QUANTIZATION_KEYS if holder.get(key) is not None), None)
+def declared_quantization(config: Mapping[str, Any]) -> Any:
+    """An HF config's declaration of quantized weights or a quantized cache, or None."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    return next((part[key] for part in parts for key in QUANTIZATION_KEYS if part.get(key) is not None), None)
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str:
-    """What a config.json, as `read_config` returns it, declares of quantized weights and where, as a clause."""
+    """A clause with the quantization that the result of `read_config` declares, and its key."""
     places = [*_places(config)]
     if not places:
         return "config.json has no quantization_config"
-    place, content = next(((place, one) for place, one in places if one is stated_quantization(config)), places[0])
+    place, content = next(((place, one) for place, one in places if one is declared_quantization(config)), places[0])
     if place.count(".") > 1 or (place.count(".") and not place.startswith("text_config.")):
         return f"config.json has {place}, where no engine reads it"
     if not isinstance(content, Mapping) or not content:
@@ -124,7 +122,7 @@ def describe_quantization(config: Mapping[str, Any]) -> str:
 
 
 def _places(config: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """Every key of a config, at most `depth` objects deep, that is to declare quantized weights, with its value."""
+    """Every key of a config, at most `depth` objects deep, that may declare quantized weights, with its value."""
     for key, value in config.items():
         if key in QUANTIZATION_KEYS and value is not None:
             yield f"{prefix}{key}", value
@@ -133,12 +131,12 @@ def _places(config: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iter
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether an HF config says that the weights are quantized; null says that they are not."""
+    """Whether an HF config declares quantized weights; null means that they are not."""
     return quantization_of(config) is not None
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model with weights that are not quantized."""
+    """The config of the same model with unquantized weights."""
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     if isinstance(text := plain.get("text_config"), Mapping):
         plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_KEYS}
@@ -146,48 +144,44 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _TIE = "tie_word_embeddings"
-_BESIDE = ("expert_dtype",)  # what engines read beside it: the format of DeepSeek-V4's experts
+_MORE_KEYS = ("expert_dtype",)  # outside the declaration: the format of DeepSeek-V4's experts
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    """Makes `config.json` true to the weights beside it (dtype, quantization, ties); a true one keeps its bytes.
-
-    ModelOpt's statement about other weights is removed.
-    """
+    """Updates dtype, quantization and ties in config.json for new weights, and removes ModelOpt's file about others."""
     before = read_json(target / "config.json")
     after = without_quantization(deepcopy(before))
     method = quantization_of(config).get("quant_method") if isinstance(quantization_of(config), Mapping) else None
     if method != "modelopt":
         (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    if (stated := stated_quantization(config)) is not None:
-        after["quantization_config"] = stated
-        after |= {key: config[key] for key in _BESIDE if key in config}
-    if config.get(_TIE) is False and before.get(_TIE) is not False:  # an adapter parted them
+    if (declared := declared_quantization(config)) is not None:
+        after["quantization_config"] = declared
+        after |= {key: config[key] for key in _MORE_KEYS if key in config}
+    if config.get(_TIE) is False and before.get(_TIE) is not False:  # an adapter untied them
         text = after.get("text_config")
-        for holder in (after, *([text] if isinstance(text, dict) and _TIE in text else [])):
-            holder[_TIE] = False
+        for part in (after, *([text] if isinstance(text, dict) and _TIE in text else [])):
+            part[_TIE] = False
     if dtype := main_dtype(specs):
         inner = [thinker] if isinstance(thinker := after.get("thinker_config"), dict) else []
-        places = [place for holder in (after, *inner) for place in (holder, holder.get("text_config"))]
-        holders = [place for place in places if isinstance(place, dict)]
-        stated = [(one, key) for one in holders for key in ("dtype", "torch_dtype") if one.get(key) is not None]
-        for holder, key in stated or [(after, "dtype")]:
-            holder[key] = dtype
+        parts = [one for part in (after, *inner) for one in (part, part.get("text_config")) if isinstance(one, dict)]
+        keys = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
+        for part, key in keys or [(after, "dtype")]:
+            part[key] = dtype
     if after != before:
         (target / "config.json").write_text(json.dumps(after, indent=2) + "\n")
 
 
 def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
-    """The floating dtype that most bytes are in, spelled as a config does; None when there is none."""
-    sizes: dict[str, int] = {}
+    """The floating dtype of most bytes, or None without floating tensors."""
+    sizes = Counter[str]()
     for spec in specs.values():
         if spec.dtype in COMPUTED:
-            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+            sizes[spec.dtype] += spec.nbytes
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
-    """How the release cut its shards, from the manifest beside Megatron's weights; None when there is none."""
+    """The layout of the release's shards, from the manifest next to Megatron's weights, or None without one."""
     if not manifest.exists():
         return None
     layout = read_json(manifest).get("hf_layout")
@@ -195,10 +189,8 @@ def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
         raise CkptkitError(f"{manifest} has no hf_layout of files and tensors", "name the HF directory with --hf")
     for file in layout:
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CkptkitError(
-                f"{manifest} puts tensors into {file!r}, which is not a safetensors file of one directory",
-                "name the HF directory with --hf",
-            )
+            message = f"{manifest} puts tensors into {file!r}, which is not a safetensors file of one directory"
+            raise CkptkitError(message, "name the HF directory with --hf")
     return {file: [str(name) for name in names] for file, names in layout.items()}
 
 
@@ -206,19 +198,16 @@ def layout_for(checkpoint: Checkpoint, layout: Mapping[str, list[str]]) -> dict[
     """`layout` if it names exactly the tensors of `checkpoint`. Raises CkptkitError otherwise."""
     names = [name for file in layout.values() for name in file]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise CkptkitError(
-            f"the shard layout names tensors twice: {summarize(twice)}", "name the HF directory with --hf"
-        )
+        message = f"the shard layout names tensors twice: {summarize(twice)}"
+        raise CkptkitError(message, "name the HF directory with --hf")
     if differ := sorted(set(names) ^ set(checkpoint.specs)):
-        raise CkptkitError(
-            f"the shards of the reference hold other tensors than this model: {summarize(differ)}",
-            "name the right HF directory with --hf",
-        )
+        message = f"the shards of the reference hold other tensors than this model: {summarize(differ)}"
+        raise CkptkitError(message, "name the right HF directory with --hf")
     return dict(layout)
 
 
 def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
-    """The HF directory of the iteration at `path`; it need not exist unless it is named. Raises CkptkitError then."""
+    """The HF directory of the iteration at `path`. Raises CkptkitError if `hf` names one that does not exist."""
     if not hf:
         return Directory(path.parent / "hf")
     home = directory(hf)
@@ -229,14 +218,13 @@ def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
 
 
 def config_in(home: Path | Directory, path: Path) -> Mapping[str, Any]:
-    """The config in `home` for the weights at `path`. Raises CkptkitError when there is none."""
+    """The config in `home` for the weights at `path`. Raises CkptkitError if there is none."""
     home = directory(home)
     file = home.path / "config.json"
     if not file.exists():
-        raise MissingError(
-            f"{path}: the HF config of this model is not stored next to it", "name its HF directory with --hf"
-        )
-    # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
+        message = f"{path}: the HF config of this model is not stored next to it"
+        raise MissingError(message, "name its HF directory with --hf")
+    # Megatron's weights are not quantized, even if `home` is an INT4 release of the model.
     return without_quantization(read_json(file, home.at("config.json")))
 
 
@@ -244,10 +232,7 @@ _NAMES = frozenset({".metadata", MANIFEST, MANIFEST + SIGNATURE_ENDING})
 
 
 def is_own(relative: Path) -> bool:
-    """Whether a file of a checkpoint, relative to `weights_at`, is one that readers of checkpoints look at.
-
-    A log is none, nor is another checkpoint in a folder of this one, as a trainer makes them.
-    """
+    """Whether loaders read a file (relative to `weights_at`); not a log or another checkpoint in a folder."""
     *folders, name = relative.parts
     if folders and LEGACY_RANK.fullmatch(folders[0]):
         return len(folders) == 1
@@ -255,7 +240,7 @@ def is_own(relative: Path) -> bool:
 
 
 def weights_at(path: Path) -> Path:
-    """The directory of the weights, beside which a trainer may save more; `path` where there are none to be found."""
+    """The directory of the weights of the checkpoint at `path`, or `path` if there is none."""
     try:
         return locate(path).path
     except CkptkitError:

@@ -1,7 +1,4 @@
-"""The files of an HF checkpoint to write: safetensors shards, and the index that comes last.
-
-Format: `ckptkit.formats.hf.shard`.
-"""
+"""Writes the files of an HF checkpoint: safetensors shards (`ckptkit.formats.hf.shard`), and last their index."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFiles:
-    """Shards cut by `layout`, below `folder` of the root. One file named model.safetensors needs no index.
-
-    Raises CkptkitError unless `layout` names exactly the tensors of `specs`, each once.
-    """
+    """Shards in `folder` of the root. Raises CkptkitError unless `layout` names each tensor of `specs` once."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], layout: Mapping[str, Sequence[str]], folder: str = "") -> None:
         self.specs = specs
@@ -42,22 +36,17 @@ class SafetensorsFiles:
         }
         if set(self._offset) != set(specs) or sum(map(len, self.names.values())) != len(specs):
             wrong = sorted({name for names in layout.values() for name in names} ^ set(specs))
-            raise CkptkitError(
-                f"the shard layout and the tensors to write differ: {summarize(wrong)}",
-                "name the HF directory with --hf",
-            )
+            message = f"the shard layout and the tensors to write differ: {summarize(wrong)}"
+            raise CkptkitError(message, "name the HF directory with --hf")
 
     def _place(self, file: str, specs: Sequence[TensorSpec]) -> bytes:
-        """The header of a file with these tensors, whose places are noted, as is its size."""
+        """The header of a file with these tensors. Stores their positions and the file's size."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins, end = {}, 0
         for spec in specs:
             begins[spec.name], end = end, end + spec.nbytes
-            header[spec.name] = {
-                "dtype": SAFETENSORS_CODE[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [begins[spec.name], end],
-            }
+            entry = {"dtype": SAFETENSORS_CODE[spec.dtype], "shape": list(spec.shape)}
+            header[spec.name] = {**entry, "data_offsets": [begins[spec.name], end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
@@ -81,7 +70,7 @@ class SafetensorsFiles:
             yield name, shard.read(name)
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def finish(self, root: Path) -> None:
         if [Path(file).name for file in self.names] == [SINGLE]:
@@ -93,7 +82,7 @@ class SafetensorsFiles:
 
 
 def cut_shards(specs: Mapping[str, TensorSpec], limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """A layout without a reference: tensors in order, files of at most `limit` bytes, named as HF names them."""
+    """A layout without a reference: tensors in order, in files of at most `limit` bytes, with HF's names."""
     shards: list[list[str]] = []
     size = math.inf
     for spec in specs.values():

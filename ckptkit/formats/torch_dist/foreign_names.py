@@ -1,7 +1,7 @@
-"""Refuses a torch_dist checkpoint whose pickles name anything but what megatron-core and torch write into them.
+"""Rejects a torch_dist checkpoint if its pickles name classes or functions that megatron-core and torch do not write.
 
-Readers of torch_dist unpickle `.metadata`, `common.pt` and saved objects without restriction, so what a pickle names is
-run. Before one of them opens a checkpoint it is read here, where nothing is run.
+torch and Megatron unpickle `.metadata`, `common.pt` and saved objects without restriction, which runs the named code.
+So their pickles are first read here, without running anything.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckptkit.formats.torch_save.records import Record
 _DCP = "torch.distributed.checkpoint."
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch."
 # Source: torch `distributed/checkpoint/metadata.py`, `filesystem.py` and `planner.py`, and megatron-core 0.15's
-# `dist_checkpointing/strategies/torch.py`. megatron-core hangs the plans of all ranks on the metadata; a torch whose
-# `FileSystemWriter.finish` does not copy the metadata writes them too.
+# `dist_checkpointing/strategies/torch.py`. megatron-core adds the plans of all ranks to the metadata, and some releases
+# of torch write them (if `FileSystemWriter.finish` does not copy the metadata).
 _METADATA = {
     *(f"{_DCP}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *(f"{_DCP}metadata.{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
@@ -41,10 +41,10 @@ _ENUMS = {
     ),
     "megatron.core.transformer.enums.LayerType",
 }
-_METHODS = {*dir(type), *dir(str)}  # what a class of enums has beside its members; some of these are strings too
-# Source: `SAFE_GLOBALS` in megatron-core's `safe_globals.py`, what torch writes for a tensor and numpy for a number,
-# and the data class that slime and miles put into the arguments (`utils/eval_config.py`). Python pickles a signal by
-# the name of its class or, as 3.10 and 3.11.2 do, by its own.
+_METHODS = {*dir(type), *dir(str)}  # attributes of enum classes that are not members; some enums are also strings
+# Source: `SAFE_GLOBALS` in megatron-core's `safe_globals.py`, torch's pickle of a tensor, numpy's of a number, and the
+# data class in the arguments of slime and miles (`utils/eval_config.py`). Python pickles a signal by the name of its
+# class or, in 3.10 and 3.11.2, by its member.
 _OBJECTS = {
     *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "signal.Signals", "_io.BytesIO"),
     *(f"signal.{one.name}" for one in signal.Signals),
@@ -63,24 +63,23 @@ _EXTRA_STATE = "._extra_state"
 
 
 def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> None:
-    """Raises UnsupportedError where a pickle in the torch_dist directory `path` names anything else.
+    """Raises UnsupportedError if a pickle in the torch_dist directory `path`, maybe a sound one, names anything else.
 
-    Such a checkpoint may be sound. Raises CkptkitError for a damaged pickle. `metadata`: its `.metadata`, if read. Also
-    checks the bytes inside an `_extra_state`, which Transformer Engine unpickles once more.
+    Raises CkptkitError for a damaged pickle. `metadata`: its `.metadata`, if already read. Also checks the bytes in an
+    `_extra_state`, which Transformer Engine unpickles.
     """
     metadata = read_metadata(path) if metadata is None else metadata
     if (found := _foreign_in_metadata(path, metadata)) is not None:
         raise found[1]
     for key, blob in _pickles(path, metadata).items():
-        found = blob.object(_is_object)
-        if _EXTRA_STATE in key and not _is_empty(found):
-            raise UnsupportedError(
-                f"{blob}: {key} holds bytes that Transformer Engine would unpickle", "save it without FP8 state"
-            )
+        state = blob.object(_is_object)
+        if _EXTRA_STATE in key and not _is_empty(state):
+            message = f"{blob}: {key} holds bytes that Transformer Engine would unpickle"
+            raise UnsupportedError(message, "save it without FP8 state")
 
 
 def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, UnsupportedError] | None:
-    """The first name that `refuse_foreign_names` refuses, and what it raises. Damaged pickles are not judged."""
+    """The first name that `refuse_foreign_names` rejects, and its error. Ignores damaged pickles."""
     if (found := _foreign_in_metadata(path, metadata)) is not None:
         return found
     for blob in _pickles(path, metadata).values():
@@ -88,7 +87,7 @@ def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, Unsupported
             blob.object(_is_object)
         except UnsupportedError as error:
             return getattr(error.__cause__, "kind", str(blob)), error
-        except CkptkitError:  # its file is missing, cut off or damaged, which has checks of its own
+        except CkptkitError:  # other checks report missing, truncated or damaged files
             continue
     return None
 
@@ -103,7 +102,7 @@ def _foreign_in_metadata(path: Path, metadata: StoredMetadata) -> tuple[str, Uns
 
 
 def _pickles(path: Path, metadata: StoredMetadata) -> Mapping[str, Blob]:
-    """Every object that is stored as a pickle, by key, and common.pt by its name."""
+    """Every pickled object by key, and common.pt by its name."""
     common = path / "common.pt"
     file = {common.name: Blob(common, 0, common.stat().st_size)} if common.exists() else {}
     return {**metadata.objects, **file}
@@ -114,19 +113,19 @@ def _is_object(name: str) -> bool:
 
 
 def _is_member(name: str, enums: Collection[str]) -> bool:
-    """Whether this names a member of one of these enums, as Python 3.11.2 pickles it."""
+    """Whether this names a member of one of these enums, like in pickles of Python 3.11.2."""
     holder, _, member = name.rpartition(".")
     return holder in enums and not member.startswith("_") and member not in _METHODS
 
 
 def _is_empty(state: Any) -> bool:
-    """Whether an extra state has nothing in it that could be unpickled once more."""
-    # megatron-core puts the state of a rank into a list of one; Transformer Engine makes streams and tensors of bytes.
+    """Whether an extra state has no bytes to unpickle."""
+    # megatron-core stores the state of a rank in a list of one; Transformer Engine stores streams and tensors of bytes.
     if isinstance(state, list):
         return len(state) <= 1 and not any(isinstance(one, list) or not _is_empty(one) for one in state)
     if isinstance(state, Record) and state.kind == "_io.BytesIO":
         content = state.state[0] if isinstance(state.state, tuple) and state.state else b""
-        # Pickles of protocol 2 have a call of `bytes` without arguments for no bytes.
+        # Protocol 2 pickles empty bytes as a call of `bytes` without arguments.
         no_bytes = isinstance(content, Record) and content.kind == "builtins.bytes" and not content.args
         return not state.args and (not content or no_bytes)
     if isinstance(state, Record) and state.kind == "torch._utils._rebuild_tensor_v2":

@@ -1,4 +1,4 @@
-"""How Megatron's global tensors are named on disk in torch_dist, and which objects its models also ask for.
+"""Names of Megatron's global tensors on disk in torch_dist, and of additional objects that its models load.
 
 Sources in megatron-core: `transformer_block.py` (`sharded_state_dict`: stacked or one key per layer), `moe/experts.py`
 (one key for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine
@@ -13,45 +13,40 @@ from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d+)\.(.+)")
 _LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
-# Names of a norm in the Transformer Engine spec, which fuses it into the linear layer after it, and in the local spec.
+# Names of a norm in the Transformer Engine spec, which fuses it into the next linear layer, and in the local spec.
 _MLP_NORM, _MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 _LATENT_NORMS = tuple(
     (f"self_attention.linear_{part}_up_proj.layer_norm_weight", f"self_attention.{part}_layernorm.weight")
     for part in ("q", "kv")
 )
 _NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
-# Of HybridModel, which has Transformer Engine's layers alone, and asks for the `_extra_state` of the output layer, also
-# where that has no weight of its own.
+# HybridModel has only Transformer Engine's layers, and loads the `_extra_state` of the output layer even if tied.
 _HYBRID_NORM = "decoder.final_norm"
-# The norm before a Mamba mixer, which megatron-core's spec fuses and mcore-bridge's keeps as a module of its own.
+# The norm before a Mamba mixer, fused in megatron-core's spec, and a separate module in mcore-bridge's.
 _MIXER_NORM = re.compile(r"(decoder\.layers\.\d+\.)(norm\.weight|mixer\.in_proj\.layer_norm_weight)")
-# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart.
+# megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU separately.
 _GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
-# A gated delta net stores the kinds of rows of its input projection apart, and those of its convolution.
+# A gated delta net stores the kinds of rows of its input projection and convolution separately.
 _DELTA_NET = re.compile(r"(.+\.self_attention\.(in_proj|conv1d)\.weight)(\.[a-z]+)?")
 _DELTA_NET_PARTS = {
     "in_proj": (".query", ".key", ".value", ".z", ".beta", ".alpha"),
     "conv1d": (".query", ".key", ".value"),
 }
-# And so does a Mamba mixer, the bias of its convolution too.
+# So does a Mamba mixer, including the bias of its convolution.
 _MIXER = re.compile(r"(.+\.mixer\.(in_proj\.weight|conv1d\.weight|conv1d\.bias))(\.[a-zBC]+)?")
 _MIXER_CONV = (".x", ".B", ".C")
-_MIXER_PARTS = {
-    "in_proj.weight": (".z", *_MIXER_CONV, ".dt"),
-    "conv1d.weight": _MIXER_CONV,
-    "conv1d.bias": _MIXER_CONV,
-}
+_MIXER_PARTS = {"in_proj.weight": (".z", *_MIXER_CONV, ".dt"), "conv1d.weight": _MIXER_CONV, "conv1d.bias": _MIXER_CONV}
 
 
 def disk_key(name: str) -> tuple[str, int | None]:
-    """Key on disk of a global tensor, and its place on the key's expert axis (None: the key has none)."""
+    """Key on disk of a global tensor, and its index on the key's expert axis, or None without that axis."""
     if match := _EXPERT.fullmatch(name):
         return f"{match[1]}.{match[3]}", int(match[2])
     return name, None
 
 
 def joined_name(key: str) -> tuple[str, tuple[str, ...]] | None:
-    """The tensor of which a key holds some rows, and the suffixes of all its keys in order; None for a whole tensor."""
+    """The tensor that a key is a part of, and the suffixes of all its keys in order, or None for a complete tensor."""
     if match := _GATE_UP.fullmatch(key):
         return match[1], _GATE_UP_PARTS
     if (match := _DELTA_NET.fullmatch(key)) and match[3] in _DELTA_NET_PARTS[match[2]]:
@@ -62,7 +57,7 @@ def joined_name(key: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Rows a key of a tensor that Megatron saves in parts, from the training arguments; empty for any other."""
+    """Rows of each key of a tensor that Megatron saves in parts, from the training arguments, or empty."""
     if (match := _MIXER.fullmatch(key)) and not match[3]:
         heads, shared = args["mamba_num_heads"], args["mamba_num_groups"] * args["mamba_state_dim"]
         inner = heads * args["mamba_head_dim"]
@@ -78,10 +73,7 @@ def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
-    """Both names of a norm, Transformer Engine's first; None for what is not a norm, or one that goes by one name.
-
-    `names` are those of the model or checkpoint: they tell which kind of layer this is.
-    """
+    """Both names of a norm, Transformer Engine's first, or None for other tensors and for norms with one name."""
     if f"{_HYBRID_NORM}.weight" in names:
         found = _MIXER_NORM.fullmatch(name)
         return (f"{found[1]}mixer.in_proj.layer_norm_weight", f"{found[1]}norm.weight") if found else None
@@ -99,16 +91,13 @@ def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
 
 
 def norm_alias(name: str, names: Container[str]) -> str | None:
-    """The other name of a norm that goes by two, among those of the model or checkpoint; None when it has no other."""
+    """The other name of a norm with two names, or None. `names`: of the model or checkpoint."""
     pair = _norm_names(name, names)
     return pair and pair[pair.index(name) - 1]
 
 
 def second_names(names: Iterable[str]) -> dict[str, str]:
-    """The local spec's name of each norm that these have under Transformer Engine's, with that name; in their order.
-
-    Of a HybridModel's mixers, the fused name of each norm that these have as a module of its own.
-    """
+    """The local spec's name of norms, or HybridModel's fused one of a mixer's norm -> the given name, in order."""
     known = dict.fromkeys(names)
     pairs = ((alias, name) for name in known if (alias := norm_alias(name, known)))
     hybrid = f"{_HYBRID_NORM}.weight" in known
@@ -116,13 +105,13 @@ def second_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def engine_name(name: str, names: Container[str]) -> str:
-    """The name that Transformer Engine's spec has for a tensor, given under that name or the local spec's."""
+    """The name of a tensor in Transformer Engine's spec, from that name or the local spec's."""
     pair = _norm_names(name, names)
     return pair[0] if pair else name
 
 
 def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
-    """Keys of the `_extra_state` objects that a model may ask for: local spec and Transformer Engine, old and new."""
+    """Keys of the `_extra_state` objects that a model may load: local spec and Transformer Engine, old and new."""
     modules: dict[str, bool] = {}
     for name in names:
         key, expert = disk_key(name)

@@ -1,4 +1,4 @@
-"""What a training run saved beside the weights: optimizer, random states, scheduler. From headers alone.
+"""Describes the training state next to the weights from headers: optimizer, random states, scheduler.
 
 Source of the keys: megatron-core `optimizer/distrib_optimizer.py` (`sharded_state_dict`), `optimizer/optimizer.py`
 (`Float16OptimizerWithFloat16Params`, `ChainedOptimizer`) and `dist_checkpointing/optimizer.py`, and Megatron-LM
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(.+)")
 STATE = re.compile(r"state\.([a-z0-9_]+)\.(.+)")
 BUCKET = re.compile(r"distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_\d+\.(.+)")
-# torch_dcp: state by the number of a parameter, and float32 copies by group and place in it.
+# torch_dcp: state by the number of a parameter, and float32 copies by group and position.
 NUMBERED = re.compile(r"optimizer\.state\.(\d+)\.(?!step$)([a-z0-9_]+)")
 NUMBERED_MASTER = re.compile(r"fp32_from_fp16_params\.(\d+)\.(\d+)")
 WHOLE = re.compile(r"distributed\.dp_group_idx_\d+\.param_state(/.*)?")
-# The float32 copy that a step is made on: of a distributed optimizer by bucket and by parameter, and of others.
+# Kinds of the float32 copies that the optimizer updates, in a distributed optimizer and in others.
 MASTERS = ("param", "fp32_param")
-# What a model saves with its weights and no optimizer has.
+# Tensors of a model without optimizer state.
 _BUFFER = re.compile(r".*\.(?:expert_bias|local_tokens_per_expert)")
-# Each parameter begins at a multiple of so many elements of its bucket (megatron-core `param_and_grad_buffer.py`).
+# The alignment of parameters in a bucket, in elements (megatron-core `param_and_grad_buffer.py`).
 _ALIGNED = 64
 
 Shape = tuple[int, ...]
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bucket:
-    """State of parameters one after the other, without names; `dtype` is that of the parameters."""
+    """State of consecutive parameters without names; `dtype` is that of the parameters."""
 
     key: str
     dtype: str
@@ -49,9 +49,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """All of it by kind (`exp_avg`), for each key of weights, or for each bucket of a data parallel group.
+    """Optimizer state by kind (`exp_avg`), for each key of weights or each bucket of a data parallel group.
 
-    `unknown`: keys of state that belong to a weight which is not there. `opaque`: objects that hold all of it.
+    `unknown`: keys of state without their weight. `opaque`: objects with the complete state.
     """
 
     weights: Mapping[str, StoredTensor]
@@ -66,7 +66,7 @@ class OptimizerState:
 
 
 def optimizer_state(metadata: StoredMetadata) -> OptimizerState:
-    """What `.metadata` says of it. The weights are those that an optimizer can have: no buffers."""
+    """The optimizer state in `.metadata`. The weights exclude buffers, which have none."""
     weights = {
         key: stored
         for key, stored in metadata.tensors.items()
@@ -91,7 +91,7 @@ def optimizer_state(metadata: StoredMetadata) -> OptimizerState:
 
 
 def _numbered(metadata: StoredMetadata, weights: Mapping[str, StoredTensor]) -> list[Bucket]:
-    """State by the number of a parameter, of which it is a bucket. Groups follow one another in both numberings."""
+    """State by the number of a parameter, as one bucket each. Groups are consecutive in both numberings."""
     kinds: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
     masters: dict[tuple[int, int], StoredTensor] = {}
     for key, stored in metadata.tensors.items():
@@ -109,9 +109,9 @@ def _numbered(metadata: StoredMetadata, weights: Mapping[str, StoredTensor]) -> 
 
 
 def is_flattened(weight: Shape, state: Shape) -> bool:
-    """Whether state of this shape is that of a weight, whose parts were flattened.
+    """Whether this is the shape of a weight's state with flattened parts.
 
-    megatron-core up to 0.15 stores `fully_sharded_model_space` so: a weight [X, Y] in parts [x, y] as [X/x, Y/y, x*y].
+    megatron-core up to 0.15 (`fully_sharded_model_space`) stores a weight [X, Y] in parts [x, y] as [X/x, Y/y, x*y].
     """
     *grid, elements = state if state else (0,)
     if len(grid) != len(weight) or any(not count or size % count for size, count in zip(weight, grid, strict=True)):
@@ -120,7 +120,7 @@ def is_flattened(weight: Shape, state: Shape) -> bool:
 
 
 def unflatten(state: Tensor, weight: Shape) -> Tensor:
-    """Such a tensor in the shape of its weight."""
+    """Such state in the shape of its weight."""
     grid = state.shape[:-1]
     inner = [size // count for size, count in zip(weight, grid, strict=True)]
     axes = [axis for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid)), strict=True) for axis in pair]
@@ -128,23 +128,23 @@ def unflatten(state: Tensor, weight: Shape) -> Tensor:
 
 
 def is_padding(offset: int, elements: int) -> bool:
-    """Whether a chunk of a bucket may be unwritten memory between two parameters (or a few shared elements)."""
+    """Whether a chunk of a bucket may be padding between two parameters (or a few shared elements)."""
     return offset % _ALIGNED != 0 and elements < _ALIGNED
 
 
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
-# Formats that name state by parameter look alike on disk; content_metadata tells them apart.
+# Formats with names of parameters look alike on disk; content_metadata distinguishes them.
 _BY_PARAMETER, _BY_NUMBER = "by parameter", "by number"
 LEFT_OUT = "convert leaves it out"
 _CALIBRATION = "ModelOpt's calibration (_amax of its quantizers)"
 
 
 def training_state(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str, Any]:
-    """What lies beside the weights, with sizes in bytes; empty where it is weights alone.
+    """The training state next to the weights, with sizes in bytes, or empty if there is none.
 
-    `optimizer`: bytes of each kind of state (`exp_avg`), of how many parameters it is (in buckets with their padding),
-    bytes of experts apart where that is known, how many optimizers are chained, and the format, by Megatron's name
-    where `content_metadata` says it. `scheduler`: its values.
+    `optimizer`: bytes of each kind of state (`exp_avg`), numbers of parameters (with padding in buckets), bytes of
+    experts if known, chained optimizers, and the format, by Megatron's name in `content_metadata` if present.
+    `scheduler`: its values.
     """
     found: dict[str, Any] = {}
     if optimizer := _optimizer(metadata, common):
@@ -189,7 +189,7 @@ def _optimizer(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str,
 
 
 def _sizes(metadata: StoredMetadata) -> Iterator[tuple[str, int, int]]:
-    """Bytes and elements of every tensor as its chunks hold it, and bytes of every object."""
+    """Key, bytes and elements of every tensor's chunks, and key and bytes of every object."""
     for key, stored in metadata.tensors.items():
         elements = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
         yield key, elements * ITEMSIZE[stored.dtype], elements
@@ -198,7 +198,7 @@ def _sizes(metadata: StoredMetadata) -> Iterator[tuple[str, int, int]]:
 
 
 def _kind(rest: str) -> tuple[str, str | None]:
-    """What state a key of an optimizer is of, and the format that names it so; None where that does not tell."""
+    """The kind of state of an optimizer's key, and the format with such keys, or None if unknown."""
     if match := STATE.fullmatch(rest):
         return match[1], _BY_PARAMETER
     if match := BUCKET.fullmatch(rest):
@@ -213,14 +213,14 @@ def _kind(rest: str) -> tuple[str, str | None]:
 
 
 def calibration_note(state: Mapping[str, Any]) -> list[str]:
-    """What to say of a conversion that leaves ModelOpt's calibration out; empty where there is none."""
+    """A note on a conversion without ModelOpt's calibration, or empty if there is none."""
     if (found := state.get(_CALIBRATION)) is None:
         return []
     return [f"leaves out {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
 
 
 def describe_state(state: Mapping[str, Any]) -> str | None:
-    """In one line: what is there, its bytes, and that `convert` leaves it out; None where nothing is."""
+    """One line on the training state with its bytes, which `convert` leaves out, or None if there is none."""
     if not state:
         return None
     parts = []

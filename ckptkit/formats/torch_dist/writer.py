@@ -1,4 +1,4 @@
-"""The files of a Megatron torch_dist checkpoint to write: no megatron, no process group.
+"""Writes the files of a Megatron torch_dist checkpoint, without megatron and process groups.
 
 Format: torch.distributed.checkpoint (DCP) blobs in `.distcp` files, a pickled DCP `Metadata` as `.metadata`, Megatron's
 `common.pt` and `metadata.json` (megatron-core `dist_checkpointing/strategies/torch.py`, `serialization.py`).
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "release"
 
-# One key a layer, experts on one axis: what Megatron's `sharded_state_dict` is told to ask for when it loads.
+# One key per layer, experts on one axis: options of Megatron's `sharded_state_dict` for loading.
 CONTENT_METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -50,7 +50,7 @@ BACKEND = {
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a tensor is cut into chunks: `axis` is 0 or 1, `starts` are the chunks' first indices, beginning with 0."""
+    """The chunks of a tensor: `axis` is 0 or 1, `starts` are the chunks' first indices, the first one is 0."""
 
     axis: int
     starts: tuple[int, ...]
@@ -61,7 +61,7 @@ _UNCUT = Cuts(0, (0,))
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk: `box` in the tensor, `offsets` and `sizes` in its key's tensor, `begin` of its blob in the file."""
+    """A chunk: `box` in the tensor, `offsets` and `sizes` in its key's tensor, and `begin` of its blob in the file."""
 
     key: str
     box: tuple[slice, ...]
@@ -72,12 +72,12 @@ class _Part:
 
 
 class TorchDistFiles:
-    """The files of `release/` below the checkpoint's root and, last of all, the tracker file.
+    """The files of `release/` in the checkpoint's root, and last the tracker file.
 
-    `args` become the stored training arguments. Tensors lie in the order of `specs`, in files of at least `file_bytes`
-    each except the last; each file is one piece of work. `cuts` splits tensors into chunks, so that a rank need not
-    read a whole one. `second_names`: norms also have the name that Megatron's local spec asks for. Raises CkptkitError
-    for a dtype that the format has no name for, and for experts of one layer in several dtypes.
+    `args`: the stored training arguments. Tensors are in the order of `specs`, in files of at least `file_bytes` except
+    the last. `cuts` splits tensors into chunks, so that a rank can read a part. `second_names`: norms also have their
+    name in Megatron's local spec. Raises CkptkitError for an unsupported dtype, and for experts of one layer in several
+    dtypes.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class TorchDistFiles:
         self._experts: dict[str, int] = defaultdict(int)
         self._dtypes: dict[str, str] = {}
         self._end: dict[str, int] = {}
-        # Thousands of experts have one shape.
+        # Thousands of experts have the same shape.
         self._saved = functools.cache(SavedLayout.of)
         self._parts = {name: self._place(spec, file_bytes) for name, spec in specs.items()}
-        self._nothing = self._end[self._last]
+        self._empty_state = self._end[self._last]
         self._end[self._last] += len(_no_state())
 
     @property
@@ -106,33 +106,27 @@ class TorchDistFiles:
 
     def _place(self, spec: TensorSpec, file_bytes: int) -> list[_Part]:
         if spec.dtype not in STORAGE_CLASS:
-            raise CkptkitError(
-                f"{spec} has a dtype that no Megatron checkpoint holds",
-                "give --dtype, or start from a release in bfloat16",
-            )
+            message = f"{spec} has a dtype that Megatron checkpoints do not support"
+            raise CkptkitError(message, "give --dtype, or start from a release in bfloat16")
         key, expert = disk_key(spec.name)
         if expert is not None:
             self._experts[key] = max(self._experts[key], expert + 1)
         if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
-            raise CkptkitError(
-                f"{spec}: the other experts of this layer are {self._dtypes[key]}",
-                "give --dtype or cast the source first",
-            )
+            message = f"{spec}: the other experts of this layer are {self._dtypes[key]}"
+            raise CkptkitError(message, "give --dtype or cast the source first")
         if not self._end or self._end[self._last] >= file_bytes:
             self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
         self.names.setdefault(self._last, []).append(spec.name)
-        apart = split_row_counts(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
+        row_counts = split_row_counts(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
         cuts, first, parts = self._cuts.get(spec.name, _UNCUT), 0, []
-        for part, rows in apart.items():
-            parts += [
-                self._place_part(spec, part, expert, first, box)
-                for box in _boxes(spec.shape, cuts, first, first + rows)
-            ]
+        for part, rows in row_counts.items():
+            boxes = _boxes(spec.shape, cuts, first, first + rows)
+            parts += [self._place_part(spec, part, expert, first, box) for box in boxes]
             first += rows
         return parts
 
     def _place_part(self, spec: TensorSpec, key: str, expert: int | None, first: int, box: tuple[slice, ...]) -> _Part:
-        """The next chunk of a file; `first` is the row of the tensor that is the key's first."""
+        """Appends a chunk to the current file; `first` is the tensor's row that is the key's first one."""
         offsets = tuple([one.start - (0 if axis else first) for axis, one in enumerate(box)])
         sizes = tuple([one.stop - one.start for one in box])
         if expert is not None:
@@ -147,11 +141,11 @@ class TorchDistFiles:
         return self._end[file]
 
     def extra_bytes(self, file: str) -> tuple[int, bytes]:
-        """At the end of the last file, the object that stands for every `_extra_state`."""
-        return self._nothing, _no_state() if file == self._last else b""
+        """The object for every `_extra_state`, at the end of the last file."""
+        return self._empty_state, _no_state() if file == self._last else b""
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes a tensor, one chunk after the other, or where they are columns all of them row by row."""
+        """Writes a tensor, chunk by chunk, or row by row if the chunks are columns."""
         spec, parts = self.specs[name], self._parts[name]
         if self._cuts.get(name, _UNCUT).axis:
             _put_columns(spec, parts, file, piece)
@@ -159,17 +153,15 @@ class TorchDistFiles:
         row = math.prod(spec.shape[1:]) * ITEMSIZE[spec.dtype]
         for part in parts:
             start = part.box[0].start * row if part.box else 0
-            part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
+            part.saved.write(file, part.begin, lambda begin, end, start=start: piece(start + begin, start + end))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         import torch
 
         for name in self.names[file]:
             spec = self.specs[name]
-            chunks = [
-                Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
-                for part in self._parts[name]
-            ]
+            blobs = [(Blob(root / file, part.begin, part.saved.size), part.sizes) for part in self._parts[name]]
+            chunks = [blob.tensor(spec.dtype, sizes) for blob, sizes in blobs]
             if len(chunks) == 1:
                 yield name, chunks[0].reshape(spec.shape)
                 continue
@@ -187,18 +179,13 @@ class TorchDistFiles:
         path = root / _FOLDER
         with (path / ".metadata").open("wb") as stream:
             pickle.dump(self._metadata(), stream)
-        common = {
-            "args": Namespace(**self._args),
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "content_metadata": dict(CONTENT_METADATA),
-        }
-        (path / "common.pt").write_bytes(_saved(common))
+        common = {"args": Namespace(**self._args), "checkpoint_version": 3.0, "iteration": 0}
+        (path / "common.pt").write_bytes(_saved({**common, "content_metadata": dict(CONTENT_METADATA)}))
         (path / "metadata.json").write_text(json.dumps(BACKEND))
         (root / TRACKER).write_text(_FOLDER)
 
     def _metadata(self) -> Any:
-        # Imported here because a plan does without (`prepare`).
+        # Plans do not need these imports (see `prepare`).
         import torch
         from torch.distributed.checkpoint import metadata as dcp
         from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -209,24 +196,22 @@ class TorchDistFiles:
         for file, names in self.names.items():
             for part in [part for name in names for part in self._parts[name]]:
                 offsets = torch.Size(part.offsets)
-                storage[dcp.MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
-                    Path(file).name, part.begin, part.saved.size
-                )
+                index = dcp.MetadataIndex(part.key, offsets, len(chunks[part.key]))
+                storage[index] = _StorageInfo(Path(file).name, part.begin, part.saved.size)
                 chunks[part.key].append(dcp.ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
         for key, boxes in chunks.items():
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
-            entries[key] = dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes
-            )
+            properties = dcp.TensorProperties(dtype=torch_dtype(self._dtypes[key]))
+            entries[key] = dcp.TensorStorageMetadata(properties, size, boxes)
         aliases = second_names(entries) if self._second_names else {}
         for alias, key in aliases.items():
             entries[alias] = entries[key]
             storage[dcp.MetadataIndex(alias, torch.Size([0]), 0)] = storage[dcp.MetadataIndex(key, torch.Size([0]), 0)]
-        nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_no_state()))
+        empty_state = _StorageInfo(Path(self._last).name, self._empty_state, len(_no_state()))
         for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
             entries[key] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(key)] = nothing
+            storage[dcp.MetadataIndex(key)] = empty_state
         return dcp.Metadata(entries, planner_data=None, storage_data=storage, storage_meta=dcp.StorageMeta())
 
 
@@ -235,15 +220,15 @@ def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator
     if not shape:
         yield ()
         return
-    whole = (slice(first, end), *(slice(0, size) for size in shape[1:]))
-    low, high = whole[cuts.axis].start, whole[cuts.axis].stop
+    box = (slice(first, end), *(slice(0, size) for size in shape[1:]))
+    low, high = box[cuts.axis].start, box[cuts.axis].stop
     edges = [low, *(start for start in cuts.starts if low < start < high), high]
     for start, stop in itertools.pairwise(edges):
-        yield (*whole[: cuts.axis], slice(start, stop), *whole[cuts.axis + 1 :])
+        yield (*box[: cuts.axis], slice(start, stop), *box[cuts.axis + 1 :])
 
 
 def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, piece: Piece) -> None:
-    """Writes chunks that are columns of a tensor, from as many rows at a time as a piece holds."""
+    """Writes chunks that are columns of a tensor, from several rows at a time."""
     rows, columns = spec.shape[:2]
     row = spec.nbytes // rows
     tensors = [SavedTensor(part.saved, file, part.begin) for part in parts]
@@ -260,13 +245,9 @@ def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, pi
         tensor.finish()
 
 
-def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:
-    return piece(start + begin, start + end)
-
-
 @functools.cache
 def _no_state() -> bytes:
-    """The object that stands for every `_extra_state`."""
+    """The object for every `_extra_state`."""
     return _saved([None])
 
 

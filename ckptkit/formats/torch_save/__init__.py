@@ -1,1 +1,1 @@
-"""Files that torch.save wrote: the zip archive, its pickle read without running anything, and its tensors."""
+"""torch.save files: the zip archive, its pickle, read without running code, and its tensors."""

@@ -1,8 +1,8 @@
-"""One torch.save file, alone (common.pt) or inside a .distcp file: what it holds, and where its bytes lie.
+"""Reads one torch.save file, separate (common.pt) or inside a .distcp file.
 
 torch.save writes an uncompressed zip: `*/data.pkl` describes the object, `*/data/0` is the raw storage of a tensor. A
-zip says several times where its directory is and what its entries are called, and readers believe different ones:
-Python's zipfile and the miniz in torch then unpickle different bytes. What torch.save writes says the same everywhere.
+zip contains the position of its directory and the names of its entries several times. If they differ, Python's zipfile
+and the miniz in torch unpickle different bytes; so files with differences, which torch.save never writes, are rejected.
 
 Source: APPNOTE.TXT of PKWARE, sections 4.3.14 to 4.3.16, 4.4.11 and 4.5.3.
 """
@@ -42,7 +42,7 @@ except ImportError:
     from zlib import crc32 as crc32
 
 
-LOCAL_HEADER = 30  # bytes at the least
+LOCAL_HEADER = 30  # bytes without name and extra field
 _END, _LOCATOR, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
 END_BYTES = _END.size + _LOCATOR.size + _END_64.size
 _IS_ZIP64 = b"\1\0"  # the extra field of an entry with sizes or an offset of 64 bits
@@ -55,11 +55,11 @@ def zip_problem(found: Sequence[ZipInfo], tail: bytes, length: int) -> str | Non
     directory, count = _directory(tail, length)
     if directory is None or count != len(found):
         return "the records at its end contradict each other, or something follows them"
-    return _named_otherwise(found) or _misplaced(found, directory)
+    return _name_problem(found) or _misplaced(found, directory)
 
 
 def _directory(tail: bytes, length: int) -> tuple[int | None, int]:
-    """Where the directory begins and how many entries it has; None where the records at the end do not agree."""
+    """Position of the directory, or None if the records at the end contradict, and the number of entries."""
     if len(tail) < _END.size:
         return None, 0
     mark, _, _, _, count, nbytes, begin, comment = _END.unpack(tail[-_END.size :])
@@ -75,17 +75,16 @@ def _directory(tail: bytes, length: int) -> tuple[int | None, int]:
     return (begin if begin + nbytes == end else None), count
 
 
-def _named_otherwise(found: Sequence[ZipInfo]) -> str | None:
-    """Names that readers take differently: miniz makes no difference between `DATA.PKL` and `data.pkl`."""
+def _name_problem(found: Sequence[ZipInfo]) -> str | None:
+    """Names that readers interpret differently: miniz does not distinguish `DATA.PKL` from `data.pkl`."""
     folder = found[0].filename.partition("/")[0] if found else ""
     for info in found:
         if info.orig_filename != info.filename or not info.filename.isascii():
-            return f"entry {info.orig_filename!r:.80} has a name that readers take differently"
+            return f"entry {info.orig_filename!r:.80} has a name that readers interpret differently"
         if not info.filename.startswith(f"{folder}/"):
             return f"entry {info.filename!r:.80} is in another folder than the first"
-        if info.extra and (
-            info.extra[:2] != _IS_ZIP64 or len(info.extra) != 4 + int.from_bytes(info.extra[2:4], "little")
-        ):
+        is_zip64 = info.extra[:2] == _IS_ZIP64 and len(info.extra) == 4 + int.from_bytes(info.extra[2:4], "little")
+        if info.extra and not is_zip64:
             return f"entry {info.filename!r:.80} has fields that torch.save does not write"
     return "two entries have one name" if len({info.filename.lower() for info in found}) < len(found) else None
 
@@ -102,14 +101,14 @@ def _misplaced(found: Sequence[ZipInfo], directory: int) -> str | None:
 
 
 _MAX_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
-_MAX_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
+_MAX_READ = 1 << 28  # bytes of an entry in memory: a pickle of a trainer's state
 _MAX_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
-AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
+AT_ONCE = ARENA - 2 * BLOCK  # most bytes of a chunk that is read at once
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """`length` bytes from `offset` of `path`, written by torch.save; `content` holds them where they have been read."""
+    """`length` bytes from `offset` of `path`, written by torch.save; `content`: these bytes, if already read."""
 
     path: Path
     offset: int
@@ -120,100 +119,95 @@ class Blob:
         return f"{self.path} at byte {self.offset}"
 
     def object(self, allowed: Callable[[str], bool] | None = None) -> Any:
-        """The saved object, non-plain data as Records. Raises CkptkitError, also for a name not `allowed`."""
+        """The saved object, with Records for other than plain data. Raises CkptkitError, also for a disallowed name."""
         return self._pickled(self.entries(), allowed)
 
     @property
     def byte_range(self) -> ByteRange:
-        """Where it stands in its file."""
+        """The position in the file."""
         return ByteRange(self.path, self.offset, self.offset + self.length)
 
     def tensor(self, dtype: str, shape: tuple[int, ...], reader: Reader | None = None) -> Tensor:
-        """The saved tensor, through `reader`. Raises CkptkitError unless it is the dense one of the metadata."""
-        found = reader.loaded(self.byte_range) if reader else None
-        return self.tensor_in(bytes_of(self._read() if found is None else found), dtype, shape)
+        """Reads the saved tensor, through `reader`. Raises CkptkitError unless it is dense and fits the arguments."""
+        loaded = reader.loaded(self.byte_range) if reader else None
+        return self.tensor_in(bytes_of(self._read() if loaded is None else loaded), dtype, shape)
 
     def _read(self) -> Tensor:
         try:
-            # The length is what the metadata says: no more memory than the file has bytes.
+            # The length is from the metadata: allocate at most the bytes of the file.
             nbytes = max(0, min(self.length, self.path.stat().st_size - self.offset))
             return read_new(ByteRange(self.path, self.offset, self.offset + nbytes))
         except OSError as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> CkptkitError:
-        """What to raise where the file cannot be read."""
+        """The error for an unreadable file."""
         return CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again")
 
     def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """As `tensor`, from the blob's bytes, read in one go: the tensor's description stands at both ends."""
-        whole = replace(self, content=memory)
-        info, stride, offset = whole._described(whole.entries(), dtype, shape)
-        begin = whole._begin(info)
+        """Like `tensor`, from all bytes of the blob: the tensor's description is at both ends."""
+        loaded = replace(self, content=memory)
+        info, stride, offset = loaded._describe(loaded.entries(), dtype, shape)
+        begin = loaded._begin(info)
         content = memory[begin : begin + info.file_size]
         if len(content) != info.file_size:
             raise self._too_short()
         self.check(info, crc32(content))
-        # torch.save puts storages on multiples of 64 bytes, others may not.
+        # torch.save aligns storages to 64 bytes, but other programs may not.
         flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
         return flat.as_strided(shape, stride, flat.storage_offset() + offset).contiguous()
 
     def read(self, buffer: memoryview, start: int) -> int:
-        """Fills `buffer` from `start`. Returns how many bytes there were. Raises CkptkitError, naming the file."""
+        """Fills `buffer` from `start`. Returns the number of bytes. Raises CkptkitError, naming the file."""
         if self.content is None:
             try:
                 return read_into(self.path, buffer, self.offset + start)
             except OSError as error:
                 raise self.unreadable(error) from error
-        found = self.content[start : start + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
+        piece = self.content[start : start + len(buffer)]
+        buffer[: len(piece)] = piece
+        return len(piece)
 
     def extent(self, dtype: str, shape: tuple[int, ...]) -> Extent | None:
-        """Where the bytes of the saved tensor stand; None when not row by row. Raises CkptkitError as `tensor`.
+        """The position of the saved tensor's bytes, or None if not row by row. Raises CkptkitError like `tensor`.
 
-        A small blob is parsed only when it is read. Its description stands at both ends, so one read gets everything.
+        A small blob is only parsed when it is read: one read gets the description, which is at both ends, and the data.
         """
-        return _WholeExtent(self, dtype, shape) if self.length <= AT_ONCE else self.dense(dtype, shape)
+        return _BlobExtent(self, dtype, shape) if self.length <= AT_ONCE else self.dense(dtype, shape)
 
     def dense(self, dtype: str, shape: tuple[int, ...]) -> FileExtent | None:
-        """As `extent`, told by the description of the saved tensor alone, however small the blob is."""
-        info, stride, offset = self._described(self.entries(), dtype, shape)
+        """Like `extent`, but always parses the description of the saved tensor."""
+        info, stride, offset = self._describe(self.entries(), dtype, shape)
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if offset or stride != dense_stride(shape) or info.file_size != nbytes:
             return None
-        # torch can be told to leave the checksum out, which it then writes as zero.
+        # torch can omit the checksum, and then writes zero.
         return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
-    def _described(
+    def _describe(
         self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
     ) -> tuple[zipfile.ZipInfo, tuple[int, ...], int]:
-        """The entry that holds a tensor's storage, and the tensor's stride and offset in it, in elements."""
-        found = self._pickled(entries)
-        arguments = found.args if isinstance(found, Record) else ()
+        """The entry of a tensor's storage, and the tensor's stride and offset in it, in elements."""
+        content = self._pickled(entries)
+        arguments = content.args if isinstance(content, Record) else ()
         if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
             raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
         storage, offset, size, stride = arguments[:4]
         if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write")
+            raise DamagedError(f"{self}: holds a tensor with a description that torch does not write")
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
-            raise DamagedError(
-                f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
-                "the checkpoint is damaged",
-            )
+            message = f"{self}: holds {list(size)} {kind}, but the metadata has {list(shape)} {dtype}"
+            raise DamagedError(message, "the checkpoint is damaged")
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
             raise DamagedError(f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}")
         if offset + reach(size, stride) > storage[4]:
-            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes")
+            raise DamagedError(f"{self}: the tensor exceeds its storage of {info.file_size} bytes")
         return info, stride, offset
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
-        """The zip's entries by name without the leading folder.
-
-        Raises CkptkitError for what torch.save does not write, where torch's reader could find others (`zip_problem`).
-        """
+        """The zip's entries by name without the leading folder. Raises CkptkitError like `zip_problem`."""
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:
                 found = archive.infolist()
@@ -226,13 +220,13 @@ class Blob:
         return {info.filename.partition("/")[2]: info for info in found}
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
-        """One of `entries`. Raises CkptkitError when there is none of this name."""
+        """One of `entries`. Raises CkptkitError if it is missing."""
         if name not in entries:
             raise DamagedError(f"{self}: has no entry {name}", "this file was not written by torch.save")
         return entries[name]
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
-        """Fills `buffer` with an entry's content from `start`; verifies the checksum when that is the whole entry."""
+        """Fills `buffer` with an entry's content from `start`; verifies the checksum of a complete entry."""
         if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
             raise self._too_short()
         if buffer.nbytes == info.file_size:
@@ -247,13 +241,10 @@ class Blob:
         return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
 
     def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
-        """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""
-        # torch can be told to leave the checksum out, which it then writes as zero.
+        """Raises CkptkitError if this differs from the CRC-32 of an entry."""
         if info.CRC and checksum != info.CRC:
-            raise DamagedError(
-                f"{self}: its bytes do not match their checksum",
-                "the file was damaged after it was written; copy it again",
-            )
+            hint = "the file was damaged after it was written; copy it again"
+            raise DamagedError(f"{self}: its bytes do not match their checksum", hint)
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
@@ -262,41 +253,39 @@ class Blob:
             with memory_for(self):
                 return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
         except NotAllowed as error:
-            raise UnsupportedError(
-                f"{self.path} holds {error.kind}, which is not plain data",
-                "nothing in it was run; where you trust the file, load it, leave that out and save it again",
-            ) from error
+            hint = "nothing in it was run; if you trust the file, load it, leave that out and save it again"
+            raise UnsupportedError(f"{self.path} holds {error.kind}, which is not plain data", hint) from error
         except pickle.UnpicklingError as error:
             raise DamagedError(f"{self}: cannot be unpickled: {error}") from error
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)
         if info.file_size > _MAX_READ:
-            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MAX_READ} of it are read")
+            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MAX_READ} bytes are read")
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
 
 
 def is_layout(offset: object, shape: object, stride: object) -> bool:
-    """Whether these describe how a tensor lies in its storage: whole numbers, a stride for each axis."""
+    """Whether these are a valid layout of a tensor in its storage: integers, and a stride for each axis."""
     if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MAX_AXES:
         return False
     return all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in (offset, *shape, *stride))
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first of a tensor to behind its last one; 0 where it has none."""
+    """Elements of the storage from the first to the last one of a tensor, or 0 for an empty one."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next on each axis of a contiguous tensor, as torch counts them."""
+    """torch's strides of a contiguous tensor."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-class _WholeExtent:
-    """The bytes of a saved tensor, which is read and checked as a whole, as its first bytes are asked for."""
+class _BlobExtent:
+    """The bytes of a saved tensor, which is completely read and checked with the first bytes."""
 
     crc = None
 
@@ -306,7 +295,7 @@ class _WholeExtent:
         self._content = memoryview(b"")
 
     def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """Raises CkptkitError as `Blob.tensor`."""
+        """Raises CkptkitError like `Blob.tensor`."""
         if not start:
             try:
                 memory = reader.read(self._blob.byte_range)
@@ -339,7 +328,7 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """As that of any file. Raises OSError for more than a zip's directory may have."""
+        """Raises OSError for more bytes than the limit for a zip's directory."""
         if size > _MAX_DIRECTORY:
             raise OSError(errno.EFBIG, f"a zip with a directory of {size} bytes")
         return super().read(size) or b""

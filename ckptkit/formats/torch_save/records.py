@@ -1,4 +1,4 @@
-"""What a pickle's names become: inert values that nothing can run."""
+"""Inert values for the classes and functions named in a pickle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_DEPTH, _MAX_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
-
-_OWN = frozenset({"args", "kind", "set_state", "state", "__class__"})  # a pickle's state does not replace these
+_OWN = frozenset({"args", "kind", "set_state", "state", "__class__"})  # a pickle's state cannot replace these
 
 
 class Record:
-    """An inert instance of any class: `args`, and `state` of `__setstate__`, whose keys become attributes."""
+    """An inert instance of any class: `args`, and the `state` of `__setstate__`, with its keys as attributes."""
 
     kind = ""
     state: Any = None
@@ -21,28 +20,27 @@ class Record:
         self.args = args
 
     def set_state(self, state: Any) -> None:
-        """Does what unpickling does with an instance's state: a dict, or a pair of one and the values of slots."""
+        """Stores the state like unpickling does: a dict, or a pair of a dict and the values of slots."""
         self.state = state
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             if isinstance(part, dict):
-                # A dict takes any key here; those that are not names are no attributes, and harmless.
-                self.__dict__.update(
-                    part if _OWN.isdisjoint(part) else {k: v for k, v in part.items() if k not in _OWN}
-                )
+                # Keys that are not names do not become attributes, and are harmless.
+                own = part if _OWN.isdisjoint(part) else {k: v for k, v in part.items() if k not in _OWN}
+                self.__dict__.update(own)
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
 
 
 def kind_of(value: Any) -> str:
-    """The full name that a Record, or a class of them, stands for; of any other value the name of its type."""
+    """The full name for a Record or a class of Records; for any other value the name of its type."""
     kind = value if isinstance(value, type) else type(value)
     return kind.kind if issubclass(kind, Record) else kind.__name__
 
 
 @dataclass(frozen=True)
 class Dtype:
-    """Stands for a torch.dtype, and prints as it does."""
+    """Represents a torch.dtype, with the same repr."""
 
     name: str
 
@@ -51,26 +49,23 @@ class Dtype:
 
 
 class Items(dict[Any, Any]):
-    """An OrderedDict as a plain dict, on which pickles may still set attributes, as a module's state dict has some."""
+    """An OrderedDict as a plain dict; pickles may set attributes on it, like those of a module's state dict."""
 
 
 def is_bounded(value: Any) -> bool:
-    """Whether a value has few enough parts to be printed and compared; one that holds itself has not."""
+    """Whether a value has few enough parts to be printed and compared; false for one that contains itself."""
     level, left = [value], _MAX_PARTS
     for _ in range(_MAX_DEPTH):
-        level = [part for one in level if isinstance(one, (dict, list, tuple)) for part in _parts(one)]
+        containers = [[*one, *one.values()] if isinstance(one, dict) else one for one in level]
+        level = [part for one in containers if isinstance(one, (list, tuple)) for part in one]
         left -= len(level)
         if not level or left < 0:
             return left >= 0
     return False
 
 
-def _parts(value: Any) -> Any:
-    return [*value, *value.values()] if isinstance(value, dict) else value
-
-
 class NotAllowed(pickle.UnpicklingError):
-    """A pickle names something that its reader does not allow; `kind` is its full name."""
+    """A pickle names a class or function that is not allowed; `kind` is its full name."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"it names {kind}")

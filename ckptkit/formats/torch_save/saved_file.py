@@ -1,6 +1,5 @@
-"""Reads files of torch.save with many tensors, such as a rank's `model_optim_rng.pt`, one tensor at a time.
-
-Nothing that its pickle names is run, and only the bytes of the tensors that are asked for are held in memory.
+"""Reads torch.save files with many tensors, such as a rank's `model_optim_rng.pt`, one tensor at a time, and without
+running code from their pickles.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ckptkit.storage.regular import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-# How torch began a file before its zip format (torch 1.6): a pickle of a magic number (`torch/serialization.py`).
+# The start of files before torch's zip format (torch 1.6): a pickle of a magic number (`torch/serialization.py`).
 _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _PIECE = 1 << 24
 
 
 def require_saved(path: Path) -> None:
-    """Raises OSError or CkptkitError unless a file is one of torch.save, by its first bytes or its zip's directory."""
+    """Raises OSError or CkptkitError unless a file was written by torch.save, by its start or its zip's directory."""
     with open_regular(path) as file:
         if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
             return
@@ -37,7 +36,7 @@ def require_saved(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a tensor lies: its storage's key and, in elements, where it begins in it and its strides."""
+    """The position of a tensor: its storage's key and, in elements, its offset and strides."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,14 +46,14 @@ class SavedTensor:
 
     @property
     def reach(self) -> int:
-        """Elements from its first to behind its last one."""
+        """Elements of the storage from the first to the last one."""
         return reach(self.shape, self.stride)
 
 
 class SavedFile:
-    """A file of torch.save, opened by its zip directory. Raises CkptkitError if damaged or in torch's old format.
+    """A torch.save file. Raises CkptkitError if it is damaged or in torch's old format.
 
-    `allowed` is which classes and functions its pickle may name (`module.name`); None: any, since none is run.
+    `allowed`: which classes and functions its pickle may name (`module.name`), or None for any, as none is run.
     """
 
     def __init__(self, path: Path, allowed: Callable[[str], bool] | None = None) -> None:
@@ -65,46 +64,37 @@ class SavedFile:
         except OSError as error:
             raise CkptkitError(f"{path}: {error.strerror}", "copy it from the save", code=code_of(error)) from error
         if old:
-            raise CkptkitError(
-                f"{path} is in the format that torch wrote before 1.6",
-                "where you trust it: torch.load it with an old torch, torch.save it with a new one",
-            )
-        self.path = path
-        self._allowed = allowed
-        self._sound: set[str] = set()
+            hint = "if you trust it, load it with an old torch and save it with a new one"
+            raise CkptkitError(f"{path} is in the format that torch wrote before 1.6", hint)
+        self.path, self._allowed = path, allowed
+        self._checked: set[str] = set()  # storages with a valid checksum
 
     @cached_property
     def content(self) -> Any:
-        """The saved object, with Records for everything that is not plain data (tensors too)."""
+        """The saved object, with Records for everything except plain data (also for tensors)."""
         return self._blob.object(self._allowed)
 
     def forget(self) -> None:
-        """Lets go of `content`; tensors that were found in it can still be read."""
+        """Frees `content`; tensors found in it can still be read."""
         self.__dict__.pop("content", None)
 
     def tensor(self, value: Any, name: str) -> SavedTensor:
-        """The tensor that a value of `content` describes. Raises CkptkitError, with `name`, for another kind."""
+        """The tensor described by a value of `content`. Raises CkptkitError, with `name`, for another value."""
         if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
-            raise CkptkitError(
-                f"{self.path}: {name} is {kind_of(value)}, no plain tensor",
-                "only dense bf16, fp16 and fp32 weights can be read",
-            )
+            message = f"{self.path}: {name} is {kind_of(value)}, no plain tensor"
+            raise CkptkitError(message, "only dense bf16, fp16 and fp32 weights can be read")
         storage, offset, shape, stride = value.args[:4]
         kind = kind_of(storage[1]) if isinstance(storage, tuple) and len(storage) >= 5 else ""
         dtype = DTYPE_OF_STORAGE.get(kind.rpartition(".")[2])
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
-            raise DamagedError(f"{self.path}: {name} is described in a way that torch does not write")
-        found = SavedTensor(shape, dtype, storage[2], offset, stride)
-        entry = self._entries.get(f"data/{found.storage}")
-        if (
-            entry is None
-            or (found.offset + found.reach) * ITEMSIZE[dtype] > entry.file_size
-            or math.prod(shape) > entry.file_size
-        ):
+            raise DamagedError(f"{self.path}: {name} has a description that torch does not write")
+        tensor = SavedTensor(shape, dtype, storage[2], offset, stride)
+        size = entry.file_size if (entry := self._entries.get(f"data/{tensor.storage}")) else -1
+        if (offset + tensor.reach) * ITEMSIZE[dtype] > size or math.prod(shape) > size:
             raise DamagedError(f"{self.path}: the bytes of {name} are not in it")
-        return found
+        return tensor
 
     @cached_property
     def _entries(self) -> Mapping[str, Any]:
@@ -117,14 +107,14 @@ class SavedFile:
         info = self._entries[f"data/{tensor.storage}"]
         size = ITEMSIZE[tensor.dtype]
         flat = torch.empty(tensor.reach * size, dtype=torch.uint8)
-        if flat.numel() != info.file_size and tensor.storage not in self._sound:
+        if flat.numel() != info.file_size and tensor.storage not in self._checked:
             self._check(info)
         self._blob.read_into(info, memoryview(flat.numpy()), tensor.offset * size)  # type: ignore[arg-type]
-        self._sound.add(tensor.storage)
+        self._checked.add(tensor.storage)
         return flat.view(torch_dtype(tensor.dtype)).as_strided(tensor.shape, tensor.stride).contiguous()
 
     def _check(self, info: Any) -> None:
-        """One pass over a storage that is read in parts, for its checksum."""
+        """Verifies the checksum of a storage in pieces."""
         checksum, piece = 0, bytearray(_PIECE)
         for start in range(0, info.file_size, _PIECE):
             view = memoryview(piece)[: info.file_size - start]

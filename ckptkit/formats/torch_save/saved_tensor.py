@@ -1,9 +1,9 @@
-"""Writes dense tensors in the format of torch.save. Sizes are known beforehand, so a file may hold many.
+"""Writes dense tensors in the format of torch.save, with sizes known in advance, so that a file can contain many.
 
-The format is a zip without compression. `archive/data.pkl` describes the tensor; `archive/data/0` is its storage, after
-padding that puts it on a multiple of 64 bytes. Sources: `torch/serialization.py` for the entries and the pickle;
-PKWARE's APPNOTE.TXT for the zip, sections 4.3.7 (local header), 4.3.12 (central directory) and 4.3.14 to 4.3.16 (its
-end). Sizes are always in the 64 bit fields, as torch writes them.
+The format is an uncompressed zip: `archive/data.pkl` describes the tensor; `archive/data/0` is its storage, aligned to
+64 bytes by padding. Sizes are always in the 64 bit fields, like in torch. Sources: `torch/serialization.py` for entries
+and pickle; PKWARE's APPNOTE.TXT for the zip, sections 4.3.7 (local header), 4.3.12 (central directory) and 4.3.14 to
+4.3.16 (its end).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 _SIZES64 = struct.Struct("<2H2Q")  # extra field 1: both sizes of an entry
-_PADDING = struct.Struct("<2s1H")  # torch's own extra field, which readers skip
+_PADDING = struct.Struct("<2s1H")  # torch's extra field for alignment
 _VERSION, _NEW_YEAR_1980, _IN_64, _MAX_32, _MAX_16 = 45, 0x21, 1, 0xFFFFFFFF, 0xFFFF
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file of the zip: name, where its local header begins, size, and bytes of padding before its content."""
+    """A file of the zip: name, position of its local header, size, and bytes of padding before its content."""
 
     name: bytes
     offset: int
@@ -45,9 +45,8 @@ class _Entry:
 
     @property
     def extra(self) -> bytes:
-        return (
-            _SIZES64.pack(_IN_64, 16, self.size, self.size) + _PADDING.pack(b"FB", self.padding) + bytes(self.padding)
-        )
+        sizes = _SIZES64.pack(_IN_64, 16, self.size, self.size)
+        return sizes + _PADDING.pack(b"FB", self.padding) + bytes(self.padding)
 
     @property
     def begin(self) -> int:
@@ -63,31 +62,27 @@ class _Entry:
 
     def central(self, crc: int) -> bytes:
         extra = _SIZES64.pack(_IN_64, 16, self.size, self.size)
+        start = b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _NEW_YEAR_1980
         sizes = crc, _MAX_32, _MAX_32, len(self.name), len(extra)
-        return (
-            _CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes, 0, 0, 0, 0, self.offset)
-            + self.name
-            + extra
-        )
+        return _CENTRAL.pack(*start, *sizes, 0, 0, 0, 0, self.offset) + self.name + extra
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a tensor of some shape and dtype is stored: a header, its data, a trailer."""
+    """The stored form of a tensor with a shape and dtype: a header, its data, a trailer."""
 
     small: tuple[tuple[_Entry, bytes], ...]
     data: _Entry
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: str) -> SavedLayout:
-        """The layout. Raises KeyError for a dtype that torch.save has no storage class for."""
+        """The layout. Raises KeyError for a dtype without a storage class in torch.save."""
+        description = io.BytesIO()
+        _Pickler(description, protocol=2).dump(_Description(tuple(shape), dtype))
         small: list[tuple[_Entry, bytes]] = []
-        for name, content in (
-            ("data.pkl", _described(tuple(shape), dtype)),
-            ("byteorder", b"little"),
-            ("version", b"3\n"),
-        ):
-            small.append((_Entry(b"archive/" + name.encode(), small[-1][0].end if small else 0, len(content)), content))
+        contents = {b"data.pkl": description.getvalue(), b"byteorder": b"little", b"version": b"3\n"}
+        for name, content in contents.items():
+            small.append((_Entry(b"archive/" + name, small[-1][0].end if small else 0, len(content)), content))
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         bare = _Entry(b"archive/data/0", small[-1][0].end, nbytes)
         return cls(tuple(small), _Entry(bare.name, bare.offset, nbytes, -bare.begin % _ALIGNMENT))
@@ -97,14 +92,14 @@ class SavedLayout:
         return self.data.end + len(self.trailer(0))
 
     def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:
-        """Writes a tensor to `offset` of a file. `piece` gives its bytes between two, in order. Raises OSError."""
+        """Writes a tensor to `offset` of a file; `piece(begin, end)` returns its bytes, in order. Raises OSError."""
         tensor = SavedTensor(self, file, offset)
         for begin, end in cuts(offset + self.data.begin, self.data.size):
             tensor.append(piece(begin, end))
         tensor.finish()
 
     def header(self, crc: int) -> bytes:
-        """The bytes before data with this CRC-32."""
+        """The bytes before data with this CRC-32: local headers of the zip, and small files."""
         return b"".join(entry.local(crc32(content)) + content for entry, content in self.small) + self.data.local(crc)
 
     def trailer(self, crc: int) -> bytes:
@@ -117,7 +112,7 @@ class SavedLayout:
 
 
 class SavedTensor:
-    """A tensor that is written to `offset` of an open file, its bytes in order."""
+    """Writes a tensor to `offset` of an open file, with its bytes in order."""
 
     def __init__(self, layout: SavedLayout, file: WrittenFile, offset: int) -> None:
         self._layout, self._file, self._offset = layout, file, offset
@@ -130,22 +125,22 @@ class SavedTensor:
         self._at += len(content)
 
     def finish(self) -> None:
-        """Writes header and trailer when all data is there. Raises OSError."""
+        """Writes header and trailer after all data. Raises OSError."""
         self._file.write(self._layout.header(self._crc), self._offset)
         self._file.write(self._layout.trailer(self._crc), self._offset + self._layout.data.end)
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for the storage in the pickle, which refers to it by name."""
+    """The storage in the pickle, which refers to it by name."""
 
     dtype: str
     elements: int
 
 
 @dataclass(frozen=True)
-class _Described:
-    """Pickles as torch pickles a tensor."""
+class _Description:
+    """Is pickled like a tensor by torch."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -164,9 +159,3 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, _Storage):
             return "storage", getattr(torch, STORAGE_CLASS[value.dtype]), "0", "cpu", value.elements
         return None
-
-
-def _described(shape: tuple[int, ...], dtype: str) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(_Described(shape, dtype))
-    return buffer.getvalue()

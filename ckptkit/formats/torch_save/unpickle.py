@@ -1,9 +1,9 @@
-"""Reads the pickles inside a checkpoint without running anything that they name, within bounds.
+"""Reads the pickles of a checkpoint without running code, and within limits.
 
-A pickle may name any callable. Here every name becomes an inert `Record` that only remembers its arguments and its
-attributes, so nothing in a file can run code, and a class that is not installed is not an obstacle. The only calls are
-those of `Record` and of torch.Size. Python's own unpickler also lets a small file use any amount of memory (an index
-of the memo of 10^8) or time (a key whose hash takes 2^40 steps): here keys, integers and names are bounded.
+A pickle may name any callable. Here every name becomes an inert `Record` with arguments and attributes, so that no file
+can run code, and classes need not be installed. Only `Record` and torch.Size are called. Keys, integers and names are
+limited, because with Python's unpickler a small file can use any amount of memory (a memo index of 10^8) or time (a key
+that takes 2^40 steps to hash).
 
 Source: Python's `pickletools.py`, which describes each instruction of protocols 2 to 5.
 """
@@ -20,29 +20,29 @@ from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.formats.torch_save.records import Dtype, Items, NotAllowed, Record
 
 MAX_INTEGER = 32  # bytes of an integer: states of random generators have 16
-MAX_NAMES = 4096  # classes and functions that one pickle names
+MAX_NAMES = 4096  # classes and functions in one pickle
 MAX_OBJECTS = 20_000_000  # containers, texts and instances, up to 240 bytes each; 500,000 tensors have 17 million
-# Values on the stack, with those below each mark, and marks: Python writes containers in pieces of 1,000 items, but for
-# tuples, and no container inside more than some hundred others.
+# Values on the stack, including those below marks, and marks: Python writes containers except tuples in pieces of 1,000
+# items, and nests some hundred containers at most.
 MAX_STACK, MAX_MARKS = 1_000_000, 10_000
-_PIECE = 1 << 18  # bytes of instructions after which they are counted
+_PIECE = 1 << 18  # bytes of instructions between checks of sizes
 # The instructions that make objects.
 _MAKES = b"".join((pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.SHORT_BINUNICODE)) + (
     b"".join((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NEWOBJ, pickle.REDUCE))
 )
-_MAX_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
+_MAX_KEY = 1 << 60  # integers as keys: many larger ones have the same hash
 _GET_1, _GET_4, _MEMOIZE, _STOP = (code[0] for code in (pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STOP))
 _INTEGER_1, _INTEGER_2, _TEXT = (code[0] for code in (pickle.BININT1, pickle.BININT2, pickle.SHORT_BINUNICODE))
-# Groups of instructions: a new object without arguments and the begin of its state; its end; a torch.Size of 3 axes.
+# Groups of instructions: a new object without arguments and the start of its state; its end; a torch.Size of 3 axes.
 _NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE + pickle.EMPTY_DICT + pickle.MEMOIZE + pickle.MARK
 _STATE = pickle.SETITEMS + pickle.BUILD
 _SIZE = pickle.TUPLE3 + pickle.MEMOIZE + pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
 _EMPTY_TUPLE, _SET_ITEMS, _TUPLE_3 = _NEW[0], _STATE[0], _SIZE[0]
-_KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
+_KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed every time
 
 
 class Machine:
-    """A stack, the stacks below each mark, and the memo, as `pickletools` explains them."""
+    """A stack, the stacks below each mark, and the memo (see `pickletools`)."""
 
     def __init__(self, content: bytes, named: Callable[[str, str], Any]) -> None:
         self._content, self._named = content, named
@@ -55,7 +55,7 @@ class Machine:
     def run(self) -> Any:
         """The object that the pickle builds. Raises pickle.UnpicklingError."""
         if (objects := count_objects(self._content)) > MAX_OBJECTS:
-            raise pickle.UnpicklingError(f"about {objects} objects, and at most {MAX_OBJECTS} are read")
+            raise pickle.UnpicklingError(f"about {objects} objects, but at most {MAX_OBJECTS} are read")
         try:
             return self._run()
         except UnicodeDecodeError as error:
@@ -64,10 +64,7 @@ class Machine:
             raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
 
     def _run(self) -> Any:
-        """Runs all instructions, the most frequent ones of `.metadata` and groups of them without a call for each.
-
-        A call would take longer than what they do. The groups do what their instructions do one by one.
-        """
+        """Runs all instructions. Inlines the most frequent ones of `.metadata`, because calls would take longer."""
         content, memo, marked, at, stack = self._content, self._memo, self._marked, self._at, self._stack
         state: dict[Any, Any]
         counted = _PIECE
@@ -96,7 +93,7 @@ class Machine:
                     marked.append(stack)
                     stack = []
                     at += len(_NEW)
-                elif code == _SET_ITEMS and content.startswith(_STATE, at) and _takes_state(marked[-1]):
+                elif code == _SET_ITEMS and content.startswith(_STATE, at) and _has_state(marked[-1]):
                     items, stack = stack, marked.pop()
                     state = stack.pop()
                     _put(state, items)
@@ -124,7 +121,7 @@ class Machine:
             self._at = at
 
     def _check_sizes(self, stack: list[Any]) -> None:
-        """Raises pickle.UnpicklingError where more values wait on the stack or in the memo than any pickle needs."""
+        """Raises pickle.UnpicklingError for too many values on the stack or in the memo."""
         marked = self._marked
         if len(marked) > MAX_MARKS or len(stack) + sum(map(len, marked)) > MAX_STACK:
             raise pickle.UnpicklingError(f"more than {MAX_STACK} values that are not in a container")
@@ -132,11 +129,11 @@ class Machine:
             raise pickle.UnpicklingError(f"more than {MAX_OBJECTS} objects in its memo")
 
     def unknown(self) -> NoReturn:
-        """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""
+        """Raises for an invalid instruction, or one of protocol 0 or 1, the extension registry or external buffers."""
         raise pickle.UnpicklingError(f"instruction {self._content[self._at]:#04x} at byte {self._at}, not allowed here")
 
     def _take(self, nbytes: int) -> bytes:
-        """The argument of an instruction: the bytes behind its first one."""
+        """The argument of an instruction: the bytes after its first one."""
         begin = self._at + 1
         self._at = begin + nbytes
         if self._at > len(self._content):
@@ -144,7 +141,7 @@ class Machine:
         return self._content[begin : self._at]
 
     def _sized(self, width: int) -> bytes:
-        """An argument that begins with its length, in `width` bytes."""
+        """An argument that starts with its length, in `width` bytes."""
         length = int.from_bytes(self._take(width), "little")
         self._at -= 1
         return self._take(length)
@@ -160,13 +157,13 @@ class Machine:
         self._at += 1
 
     def _popped(self, count: int) -> list[Any]:
-        """The last values of the stack, in the order in which they were put there."""
+        """Pops the last values of the stack, and returns them in the order of pushing."""
         items = [self._stack.pop() for _ in range(count)]
         self._at += 1
         return items[::-1]
 
     def _to_mark(self) -> list[Any]:
-        """What was put on the stack since the last mark, which is removed."""
+        """Pops all values since the last mark, and the mark."""
         items, self._stack = self._stack, self._marked.pop()
         self._at += 1
         return items
@@ -194,7 +191,7 @@ class Machine:
         target = self._stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif not isinstance(target, Record):  # items of a subclass of list are of no interest
+        elif not isinstance(target, Record):  # items of a subclass of list are ignored
             raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a list")
 
     def add_items(self) -> None:
@@ -209,7 +206,7 @@ class Machine:
         target = self._stack[-1]
         if type(target) is dict or type(target) is Items:
             _put(target, items)
-        elif not isinstance(target, Record):  # items of a subclass of dict are of no interest
+        elif not isinstance(target, Record):  # items of a subclass of dict are ignored
             raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is not a dict")
 
     # The stack and the memo.
@@ -227,7 +224,7 @@ class Machine:
             raise pickle.UnpicklingError(f"place {at} of the memo, which has {len(memo)}")
         memo[at : at + 1] = [self._stack[-1]]
 
-    # Names, and what is built of them.
+    # Names, and objects of classes.
 
     def named(self) -> None:
         module, name = self._line(), self._line()
@@ -261,7 +258,7 @@ class Machine:
         if isinstance(target, Record):
             target.set_state(state)
         elif type(target) is Items:
-            # torch hangs `_metadata`, versions of modules, on a state dict. Other attributes would be lost unseen.
+            # torch adds `_metadata`, versions of modules, to a state dict. Other attributes would be lost.
             if not isinstance(state, dict) or state.keys() - {"_metadata"}:
                 raise pickle.UnpicklingError("a state for a dict that is not `_metadata` of a state dict")
         else:
@@ -270,7 +267,7 @@ class Machine:
 
 
 def count_objects(content: bytes) -> int:
-    """An upper estimate of the objects that a pickle makes, from its bytes; a set counts four, an instance two."""
+    """An upper estimate of the objects of a pickle from its bytes; a set counts as four, an instance as two."""
     instances = content.count(pickle.NEWOBJ) + content.count(pickle.REDUCE)
     return len(content) - len(content.translate(None, _MAKES)) + 3 * content.count(pickle.EMPTY_SET) + instances
 
@@ -287,13 +284,13 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Record)
 
 
-def _takes_state(stack: list[Any]) -> bool:
-    """Whether a dict ends this stack, and below it is an object that it may be the state of."""
+def _has_state(stack: list[Any]) -> bool:
+    """Whether this stack ends with an object and a dict for its state."""
     return type(stack[-1]) is dict and isinstance(stack[-2], Record)
 
 
 def _called(target: Any, arguments: Any) -> Any:
-    """What a call gives, of the few things that may be called."""
+    """The result of a call, if it is allowed."""
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("arguments that are not a tuple")
     if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
@@ -309,7 +306,7 @@ def _called(target: Any, arguments: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """The value, where it may be a key: its hash costs little, and few others have the same."""
+    """The value if it is a valid key: with a cheap hash that few other values share."""
     level, left = [value], _KEY_PARTS
     for _ in range(_KEY_DEPTH):
         left -= len(level)
@@ -318,7 +315,7 @@ def _key(value: Any) -> Any:
         level = [part for one in level if type(one) is tuple for part in one]
         if not level:
             return value
-    raise pickle.UnpicklingError("a key or an element of a set that is none, or has too many parts")
+    raise pickle.UnpicklingError("a key or an element of a set of an invalid type, or with too many parts")
 
 
 def _may_be_in_a_key(value: Any) -> bool:
@@ -330,37 +327,37 @@ _IN_A_KEY = frozenset({str, bytes, float, bool, type(None), tuple, Dtype})
 
 
 def _skips(nbytes: int) -> Callable[[Machine], object]:
-    """An instruction whose argument means nothing here."""
+    """An instruction with an ignored argument."""
     return lambda machine: machine._take(nbytes)
 
 
 def _pushes(make: Callable[[], Any]) -> Callable[[Machine], object]:
-    """One that puts something on the stack."""
+    """An instruction that pushes a value."""
     return lambda machine: machine._push(make())
 
 
 def _takes(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], object]:
-    """One that puts on the stack what its argument says, which begins with its length in `width` bytes."""
+    """An instruction that pushes its argument, which starts with its length in `width` bytes."""
     return lambda machine: machine._stack.append(make(machine._sized(width)))
 
 
 def _packs(count: int) -> Callable[[Machine], object]:
-    """One that makes a tuple of so many values of the stack."""
+    """An instruction that makes a tuple of `count` values."""
     return lambda machine: machine._stack.append(tuple(machine._popped(count)))
 
 
 def _gathers(make: Callable[[list[Any]], Any]) -> Callable[[Machine], object]:
-    """One that makes something of all since the last mark."""
+    """An instruction that makes an object of all values since the last mark."""
 
     def gather(machine: Machine) -> None:
-        items = machine._to_mark()  # which replaces the stack
+        items = machine._to_mark()  # this replaces the stack
         machine._stack.append(make(items))
 
     return gather
 
 
 def _keeps(width: int) -> Callable[[Machine], object]:
-    """One that puts what is on top of the stack into the memo, at a place of `width` bytes."""
+    """An instruction that stores the top of the stack in the memo, at an index of `width` bytes."""
     return lambda machine: machine._keep(machine._take(width))
 
 
@@ -404,7 +401,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.LONG_BINPUT: _keeps(4),
     pickle.GLOBAL: Machine.named,
     pickle.STACK_GLOBAL: Machine.named_on_stack,
-    pickle.BINPERSID: _skips(0),  # a storage inside a torch.save file stays its description, never its bytes
+    pickle.BINPERSID: _skips(0),  # a storage of a torch.save file remains a description
     pickle.REDUCE: Machine.reduce,
     pickle.NEWOBJ: Machine.reduce,
     pickle.NEWOBJ_EX: Machine.new_object_with_keywords,
@@ -413,22 +410,22 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
 _DOES = tuple(_INSTRUCTIONS.get(bytes([code]), Machine.unknown) for code in range(256))
 
 
-# How pickles of protocol 2, which torch.save writes, spell modules.
+# Names of modules in pickles of protocol 2, which torch.save writes.
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 def loads(content: bytes, allowed: Callable[[str], bool] | None = None) -> Any:
     """The object pickled in `content`: plain Python values, `torch.Size` as a tuple, dtypes, and Records for the rest.
 
-    `allowed` is which classes and functions (`module.name`) it may name; None: any, since none is run. Raises
-    NotAllowed for another, and where it calls getattr for anything but what lies inside a class, and
-    pickle.UnpicklingError where the pickle is damaged or past the bounds of `Machine`.
+    `allowed`: which classes and functions (`module.name`) it may name, or None for any, as none is run. Raises
+    NotAllowed for others and for calls of getattr except for attributes of classes, and pickle.UnpicklingError for a
+    damaged pickle or one beyond the limits of `Machine`.
     """
     return Machine(content, lambda module, name: _named(module, name, allowed)).run()
 
 
 def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any:
-    """What a name in a pickle becomes."""
+    """The value for a name in a pickle."""
     if allowed is not None:
         module = _OLD_NAMES.get(module, module)
         if (module, name) == ("builtins", "getattr"):
@@ -445,7 +442,7 @@ def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any
 
 
 def _nested(allowed: Callable[[str], bool], *arguments: Any) -> Any:
-    """What lies inside a class and is named by a call of getattr: a class by protocol 2, an enum's member by 3.11.2."""
+    """An attribute of a class from a call of getattr: a nested class (protocol 2) or an enum's member (3.11.2)."""
     holder, name = arguments if len(arguments) == 2 else (None, None)
     if not (isinstance(holder, type) and issubclass(holder, Record) and isinstance(name, str)):
         raise NotAllowed("builtins.getattr")

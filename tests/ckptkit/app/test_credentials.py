@@ -16,7 +16,7 @@ from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.hf.remote import config_at
 from ckptkit.quant.schemes.w4a16 import int4_scheme
-from ckptkit.storage.url import Store, place
+from ckptkit.storage.url import Store, path_or_url
 
 URLS = {
     "s3://KEY:TOP@host/c": "s3://***@host/c",
@@ -58,7 +58,7 @@ def test_every_verb_refuses_a_url_with_credentials(verb: str, url: str) -> None:
 
 def test_no_library_is_given_credentials() -> None:
     for url, shown in URLS.items():
-        for use in (place, Store):
+        for use in (path_or_url, Store):
             with pytest.raises(UsageError) as error:
                 use(url)
             assert str(error.value).startswith(shown)
@@ -84,7 +84,7 @@ def test_an_at_that_hides_nothing_is_read() -> None:
         *("s3://arn:aws:s3:us-west-2:123456789012:accesspoint/a/b@c", "hf://datasets/a/b@refs/pr/1"),
         "abfs://container@account.dfs.core.windows.net/c",
     ):
-        assert place(url) == url
+        assert path_or_url(url) == url
         assert Store(url).at("x") == f"{url}/x"
 
 

@@ -16,7 +16,7 @@ import pytest
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli, output
-from ckptkit.app.cli.output import shown
+from ckptkit.app.cli.output import show_progress
 from ckptkit.core import progress as progress_module
 from ckptkit.core.progress import LOG, closing, phase, progress
 
@@ -84,7 +84,7 @@ def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest
         for long in (0.0, 3600.0):
             monkeypatch.setattr(output, "_LONG_S", long)
             monkeypatch.setattr(sys, "stderr", stream := StringIO())
-            with shown(()):
+            with show_progress(()):
                 closing("done", after)
             said[after, long] = stream.getvalue()
     assert said[None, 3600.0] == ""
@@ -113,9 +113,9 @@ def wait_for(text: str, stream: StringIO) -> None:
 def test_a_step_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, line in ((Terminal(), "planning ...\n"), (StringIO(), "planning: 0 s\n")):
         monkeypatch.setattr(sys, "stderr", stream)
-        with shown(()), phase("planning"):
+        with show_progress(()), phase("planning"):
             wait_for(line, stream)
-    with shown(()), progress("writing", 2_000_000_000) as advance:  # not on a terminal
+    with show_progress(()), progress("writing", 2_000_000_000) as advance:  # not on a terminal
         advance(500_000_000)
         wait_for("writing, 500.00 MB of 2.00 GB: 0 s\n", stream)
 
@@ -123,7 +123,7 @@ def test_a_step_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_quiet_says_nothing_and_verbose_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for asked in ("quiet", "verbose"):
-        with shown({asked}), phase("planning"):
+        with show_progress({asked}), phase("planning"):
             closing("wrote 1 GB", "ckptkit verify x")
         said[asked] = capsys.readouterr().err
     assert said["quiet"] == ""

@@ -89,7 +89,7 @@ def test_one_file_without_an_index(releases: PathOf, tmp_path: Path) -> None:
     ("name", "hint"),
     [
         *((name, hint) for name, hint in OTHER.items() if name.startswith("model") or "safetensors" in name),
-        ("llama.nemo", "llama.nemo is of NeMo 1"),
+        ("llama.nemo", "llama.nemo NeMo 1"),
         ("model-00001-of-00002.safetensors", "directory"),
         ("config.json", "directory"),
         ("notes.txt", "config.json"),
@@ -126,10 +126,10 @@ def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_pat
         write(tmp_path / name / folder / ".metadata", "x")
         write(tmp_path / name / "latest_checkpointed_iteration.txt", "7")
     for run in (inspect, verify):
-        with pytest.raises(CkptkitError, match="iter_0000007/ is not there") as error:
+        with pytest.raises(CkptkitError, match="iter_0000007/") as error:
             run(tmp_path / "verl")
         assert error.value.hint == text_with(f"{tmp_path / 'verl' / folders['verl']}")
-    with pytest.raises(CkptkitError, match="saved by miles' FSDP trainer") as error:
+    with pytest.raises(CkptkitError, match="FSDP") as error:
         verify(tmp_path / "fsdp")
     assert f"--input-dir {tmp_path / 'fsdp/iter_0000007'}," in (error.value.hint or "")
     report = verify(tmp_path / "megatron")

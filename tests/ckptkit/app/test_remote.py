@@ -22,7 +22,7 @@ from ckptkit.app.cli import conversion
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.formats.hf.remote import check_unchanged, opened
+from ckptkit.formats.hf.remote import check_unchanged, open_directory
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import side_files
 from ckptkit.quant.schemes.w4a16 import int4_scheme
@@ -50,7 +50,7 @@ def two(tmp_path: Path) -> Path:
 def test_tensors_config_and_side_files_are_those_of_the_release(releases: PathOf, bucket: Bucket) -> None:
     source = releases("qwen2-tied")
     bucket.put_directory(source, "models/qwen")
-    with opened(bucket.url("models/qwen")) as here:
+    with open_directory(bucket.url("models/qwen")) as here:
         assert here.path.name == "qwen"
         assert str(here) == bucket.url("models/qwen")
         assert locate(here).kind == "hf"
@@ -82,7 +82,7 @@ def test_open_reads_a_url_after_its_headers_are_gone(releases: PathOf, bucket: B
 def test_a_tensor_is_read_in_parts(two: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     bucket.put_directory(two, "two")
     monkeypatch.setattr(store, "_PART", part)
-    with opened(bucket.url("two/")) as here:
+    with open_directory(bucket.url("two/")) as here:
         assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
 
 
@@ -91,7 +91,11 @@ def test_opening_reads_headers_and_reading_reads_one_tensor(
 ) -> None:
     bucket.put_directory(two, "two")
     seen: list[Request] = []
-    with serving(breaking(s3_address, seen)) as proxy, use_s3(monkeypatch, proxy), opened(bucket.url("two")) as here:
+    with (
+        serving(breaking(s3_address, seen)) as proxy,
+        use_s3(monkeypatch, proxy),
+        open_directory(bucket.url("two")) as here,
+    ):
         checkpoint = HfCheckpoint(here)
         shards = [one for one in seen if one.method == "GET" and one.path.partition("?")[0].endswith(".safetensors")]
         headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in two.glob("*.safetensors"))
@@ -111,14 +115,14 @@ def test_a_transfer_that_breaks_off_is_tried_again(
         return [one.bytes for one in seen].count(BIG.nbytes)
 
     once = breaking(s3_address, seen, lambda request: request.bytes == BIG.nbytes and tries() == 1)
-    with serving(once) as proxy, use_s3(monkeypatch, proxy), opened(bucket.url("two")) as here:
+    with serving(once) as proxy, use_s3(monkeypatch, proxy), open_directory(bucket.url("two")) as here:
         assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
     assert tries() == 2
 
 
 def test_a_shard_that_became_shorter_is_named_with_the_tensor(two: Path, bucket: Bucket) -> None:
     bucket.put_directory(two, "two")
-    with opened(bucket.url("two")) as here:
+    with open_directory(bucket.url("two")) as here:
         checkpoint = HfCheckpoint(here)
         bucket.put("two/1.safetensors", (two / "1.safetensors").read_bytes()[:-3])
         with pytest.raises(CkptkitError, match=r"/two/1\.safetensors: small ends before its 4 bytes") as error:
@@ -129,7 +133,7 @@ def test_a_shard_that_became_shorter_is_named_with_the_tensor(two: Path, bucket:
 @pytest.mark.parametrize("key", ["two/1.safetensors", "two/config.json", "two/new.json", None])
 def test_what_was_written_meanwhile_is_noticed(two: Path, bucket: Bucket, key: str | None) -> None:
     bucket.put_directory(two, "two")
-    with opened(bucket.url("two")) as here:
+    with open_directory(bucket.url("two")) as here:
         check_unchanged(here)
         if key:
             bucket.put(key, b"x" * 100)
@@ -145,7 +149,7 @@ def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket:
     brought = {"pytorch_model.bin", "ckptkit.json", "original/params.json"}
     for key in left | brought:
         bucket.put(f"two/{key}", b"{}")
-    with opened(bucket.url("two")) as here:
+    with open_directory(bucket.url("two")) as here:
         found = {str(path.relative_to(here.path)) for path in here.path.rglob("*") if path.is_file()}
         assert (here.path / "pytorch_model.bin").stat().st_size == 0
         assert here.size("1.safetensors") == (two / "1.safetensors").stat().st_size
@@ -168,7 +172,7 @@ def test_a_damaged_file_is_refused_as_on_disk(
 ) -> None:
     bucket.put_directory(two, "two")
     bucket.delete(f"two/{file}") if damaged is None else bucket.put(f"two/{file}", damaged)
-    with pytest.raises(CkptkitError, match=message) as error, opened(bucket.url("two")) as here:
+    with pytest.raises(CkptkitError, match=message) as error, open_directory(bucket.url("two")) as here:
         HfCheckpoint(here)
     assert error.value.message.startswith(f"{bucket.url('two')}/{file}")
     assert not here.path.exists()
@@ -178,14 +182,14 @@ def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket) -> Non
     for number, key in enumerate(("../escaped.json", "/twice.json", "./same.json")):
         bucket.put_directory(two, f"{number}")
         bucket.put(f"{number}/{key}", b"{}")
-        with pytest.raises(CkptkitError, match="directory"), opened(bucket.url(f"{number}")):
+        with pytest.raises(CkptkitError, match="directory"), open_directory(bucket.url(f"{number}")):
             pass
 
 
 def test_a_single_file_needs_no_index(two: Path, bucket: Bucket) -> None:
     bucket.put("one/model.safetensors", (two / "1.safetensors").read_bytes())
     bucket.put("one/config.json", b"{}")
-    with opened(bucket.url("one")) as here:
+    with open_directory(bucket.url("one")) as here:
         assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
 
 

@@ -21,7 +21,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf import remote
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.hf.remote import open_directory
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.url import Store
@@ -32,7 +32,7 @@ from ckptkit.verify.launch.preflight import preflight
 
 def reading(url: str) -> None:
     """Opens a URL as a source."""
-    with opened(url):
+    with open_directory(url):
         pass
 
 
@@ -158,7 +158,7 @@ def test_what_takes_only_paths_says_so() -> None:
         assert "disk" in str(error.value.hint)
 
 
-CHAIN, UNKNOWN = "is a chain of URLs, which is not read", "is no store that is read here"
+CHAIN, UNKNOWN = "chain of URLs", "not a supported store"
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
 @pytest.mark.parametrize(
     ("there", "about", "note"),
     [
-        ((), "model-00002-of-00003.safetensors", "nothing was left behind"),
-        (("config.json", "model.safetensors"), "index.json", "what was at {} has been removed"),
+        ((), "model-00002-of-00003.safetensors", "nothing"),
+        (("config.json", "model.safetensors"), "index.json", "{} removed"),
     ],
 )
 def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
@@ -220,7 +220,7 @@ def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
     failed = pytest.raises(CkptkitError, match=rf"{about}: AccessDenied")
     with serving(no_put) as address, use_s3(monkeypatch, address), failed as error:
         quantize(small_release, bucket.url("out"), int4_scheme(group_size=32), overwrite=bool(there))
-    assert error.value.__notes__ == [note.format(bucket.url("out"))]
+    assert error.value.__notes__ == [text_with(note.format(bucket.url("out")))]
     assert bucket.listed() == []
 
 
@@ -284,7 +284,7 @@ SHARED = "copy to such a file system, or leave out --ray"
 @pytest.mark.parametrize(
     ("how", "message", "hint"),
     [
-        ({"dst": "s3://b/out", "resume": True}, "s3://b/out: --resume is not .* URL", "begin again with --overwrite"),
+        ({"dst": "s3://b/out", "resume": True}, "s3://b/out: --resume is not .* URL", "--overwrite"),
         *(({key: "s3://b/x", "ray": "auto"}, "--ray .*s3://b/x is a URL", SHARED) for key in ("dst", "src", "hf")),
         ({"dst": "memory://out"}, "memory://out: only HF directories", "disk"),
     ],

@@ -76,8 +76,8 @@ def test_options_without_an_effect_alone_are_refused_and_no_others(
         words = {name: words_of(option)}
         for _ in range(2):  # what is needed may need another
             for needs, needing in needs_of(VERBS[verb]).items():
-                if set(needing) & words.keys() and words.keys().isdisjoint(needs.beside):
-                    words[needs.beside[0]] = words_of(options[needs.beside[0]])
+                if set(needing) & words.keys() and words.keys().isdisjoint(needs.any_of):
+                    words[needs.any_of[0]] = words_of(options[needs.any_of[0]])
         assert parse(verb, *(word for part in words.values() for word in part)) == "", name
 
 
@@ -121,7 +121,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str) -> N
         ("zzz", "verbs: convert, diff, doctor, explain, gate, inspect,"),
         ("verify x --against-megatrn", "--against-megatron"),
         ("-q inspect x -v", "--quiet and --verbose exclude each other"),
-        ("convert x y --tp 4", "sizes"),
+        ("convert x y --tp 4", "parallel"),
         ("convert --pp 2", "--pp"),
     ],
 )

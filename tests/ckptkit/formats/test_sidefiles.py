@@ -117,7 +117,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(
         lambda: make_manifest(source, out / "manifest.json"),
         lambda: make_manifest(source),
     ):
-        with pytest.raises(CkptkitError, match=r"not in UTF-8, .*\\x") as refused:
+        with pytest.raises(CkptkitError, match=r"UTF-8, .*\\x") as refused:
             verb()
         assert str(refused.value).encode()
         assert list(out.iterdir()) == []
@@ -129,7 +129,7 @@ def test_a_name_that_is_not_utf8_beside_megatron_is_refused_where_it_would_be_ca
 ) -> None:
     source = copy_of(converted("qwen2-tied"))
     file = named_in_latin(source / "hf")
-    with pytest.raises(CkptkitError, match="not in UTF-8"):
+    with pytest.raises(CkptkitError, match="UTF-8"):
         convert(source, tmp_path / "back")
     file.rename(source / "hf" / "näme.txt")
     named_in_latin(source)

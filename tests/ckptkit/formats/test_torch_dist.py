@@ -117,7 +117,7 @@ def test_tiling() -> None:
         ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "[0 0]"),
         # as many elements as the tensor has, but one row twice and one never
         ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "[0 0]"),
-        ([((0, 0), (5, 6))], "lies"),
+        ([((0, 0), (5, 6))], "outside"),
         ([], "24 24 chunk"),
     ):
         assert tiling_problem((4, 6), boxes) == (None if problem is None else text_with(problem)), boxes

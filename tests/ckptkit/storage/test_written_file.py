@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_when_a_file_is_finished(
     if not recorded:
         monkeypatch.setattr(Regions, "finish", full)
     files = SafetensorsFiles({"a": TensorSpec("a", (100,), "uint8")}, {"model.safetensors": ["a"]})
-    writer = FilesWriter(tmp_path, files, whole=full)
+    writer = FilesWriter(tmp_path, files, complete=full)
     with pytest.raises(OSError, match="No space left"):
         writer.write("a", torch.zeros(100, dtype=torch.uint8))
     writer.discard()

@@ -94,7 +94,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (tensor(NEXT_LAYER, torch.ones(128, 160, dtype=torch.bfloat16)), [LAST], "7 layers"),
         (tensor("decoder.layers.1.mlp.experts.local_experts.6.linear_fc1.weight", torch.ones(2)), [LAST], "rank 6"),
         (without(PROJ), [LAST], "lacks 1"),
-        (without("decoder.final_layernorm.weight"), LAST_STAGE, "its config promises: decoder.final_layernorm.weight"),
+        (without("decoder.final_layernorm.weight"), LAST_STAGE, "config decoder.final_layernorm.weight"),
     ],
 )
 def test_legacy_save_with_a_defect_is_refused_by_name(

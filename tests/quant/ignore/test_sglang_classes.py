@@ -100,7 +100,7 @@ def test_a_built_class_looks_up_and_declares_what_is_known_of_it(
     expected = set()
     for matrix in matrices_named((f"{name}.weight" for name in [*tree.linears, *tree.others]), tree, content):
         expected.update(names_of_layer(matrix.sglang, {}) if matrix.sglang else ())
-    outside = FAMILIES[content["model_type"]].carried or ("\0",)
+    outside = FAMILIES[content["model_type"]].passthrough or ("\0",)
     asked = {name for name in built[case]["names"] if name.startswith(outside)}
     assert set(built[case]["names"]) - asked - OUTPUT_LAYER == expected
     assert bool(asked) is (known.outside is not None)

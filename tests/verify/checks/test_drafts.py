@@ -171,9 +171,9 @@ OTHER_CLASSES = (
 # What config.json has of drafts that are not read, and what the reason names.
 NOT_READ: list[tuple[dict[str, Any], str]] = [
     *(({"architectures": [name]}, name) for name in OTHER_CLASSES),
-    ({"quantization_config": {"quant_method": "fp8"}}, "not read"),
-    ({"eagle_config": {"parallel_draft_step": 4}}, "not read"),
-    ({"architectures": ["Eagle3Speculator"], "transformer_layer_config": {"model_type": "gpt_oss"}}, "not read"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step"),
+    ({"architectures": ["Eagle3Speculator"], "transformer_layer_config": {"model_type": "gpt_oss"}}, "gpt_oss"),
 ]
 
 

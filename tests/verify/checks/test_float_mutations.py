@@ -200,7 +200,7 @@ def test_a_layer_cast_to_bf16_in_an_fp8_model_is_the_lists_fault(
     findings = alone("CK302", path)[1]
     assert {finding.severity for finding in findings} == {"error"}
     assert any("SGLang 0.5.16 would pack model.layers.5.self_attn" in finding.actual for finding in findings)
-    assert all("under" in finding.hint for finding in findings)
+    assert all("--fix" in finding.hint for finding in findings)
     key = "ignored_layers"
     edit_json(path / "config.json", lambda config: config["quantization_config"].setdefault(key, []).extend(modules))
     assert alone("CK302", path)[1] == []

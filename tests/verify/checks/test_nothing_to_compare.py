@@ -125,16 +125,16 @@ def test_megatron_checkpoint_without_weights(
 
 
 OTHER_FORMATS = {
-    "pytorch_model.bin": "is a pickle",
-    "model-Q4_K_M.gguf": "llama.cpp's format",
-    "onnx/model.onnx": "the format of ONNX Runtime",
-    "flax_model.msgpack": "the format of Flax",
-    "tf_model.h5": "the format of TensorFlow",
-    "consolidated.00.pth": "the format of the model's authors",
-    "consolidated.safetensors": "Mistral's own format",
-    "adapter_model.safetensors": "is an adapter (LoRA), not a model",
-    "adapter_model.bin": "is an adapter (LoRA), not a model",
-    "model_world_size_8_rank_0.pt": "one rank of an FSDP model as verl saves it",
+    "pytorch_model.bin": "pickle",
+    "model-Q4_K_M.gguf": "llama.cpp",
+    "onnx/model.onnx": "ONNX Runtime",
+    "flax_model.msgpack": "Flax",
+    "tf_model.h5": "TensorFlow",
+    "consolidated.00.pth": "authors",
+    "consolidated.safetensors": "Mistral",
+    "adapter_model.safetensors": "LoRA",
+    "adapter_model.bin": "LoRA",
+    "model_world_size_8_rank_0.pt": "verl",
 }
 
 

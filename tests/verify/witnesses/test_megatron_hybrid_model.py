@@ -24,7 +24,7 @@ from support.processes import environment
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
-from ckptkit.converters.planner import dims_of, own_dialect, rules_of
+from ckptkit.converters.planner import default_dialect, dims_of, rules_of
 from ckptkit.core.errors import UsageError
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     def make(name: str) -> Path:
         if not (root / name).exists():
             save(name, CASES[name], root / name / "hf", torch.bfloat16)
-            if own_dialect(config_of(CASES[name])) == "mcore":
+            if default_dialect(config_of(CASES[name])) == "mcore":
                 convert(root / name / "hf", root / name / "gpt")
             convert(root / name / "hf", root / name / "hybrid", dialect="hybrid")
         return root / name

@@ -168,7 +168,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may have more rows, as padding."""
     specs = names_of(subject)
     expected = require_expected(subject)
-    if (spelling := spelling_of(subject)) and not spelling.renamed:
+    if (spelling := spelling_of(subject)) and not spelling.renamed_on_load:
         raise CannotCheck(f"not run because the layers are stored under {spelling.found}*", "CK104")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     known = sum(map(specs.__contains__, expected.shapes))

@@ -129,7 +129,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     config = raw_config_of(subject)
     family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
     rename = f"rename the tensors to {spelling.expected}* (and in the index)"
-    if spelling.renamed:
+    if spelling.renamed_on_load:
         user = "the multimodal class uses"
         hint = "transformers and newer releases of vLLM rename them on loading, SGLang does not: take config.json "
         hint += f"of the multimodal release with its vision tower, or {rename}"
@@ -142,7 +142,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
         hint += rename
     expected = f"{spelling.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
-    actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed)
+    actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed_on_load)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 

@@ -12,7 +12,7 @@ from ckptkit.converters.hf_names import layer_of
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
-from ckptkit.formats.hf.side_files import stated_quantization
+from ckptkit.formats.hf.side_files import declared_quantization
 from ckptkit.quant.formats.groups import is_cache_calibrated
 from ckptkit.quant.ignore.readers import BY_CLASS, severity_of_all, worst
 from ckptkit.verify.core.check import Tally
@@ -44,7 +44,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
     config = config_or_none(subject)
-    content = stated_quantization(config or {})
+    content = declared_quantization(config or {})
     calibrated = config is not None and is_cache_calibrated(content)
     own = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # transformers alone misreads it
     for lost, there in ("kv", "vk"):

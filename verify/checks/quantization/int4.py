@@ -15,7 +15,7 @@ from ckptkit.converters.planner import dims_of, expected_hf, rules_of
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import declared_quantization, describe_quantization, quantization_of
 from ckptkit.quant.formats.dequantize import format_of
 from ckptkit.quant.formats.groups import Group, groups_of, is_cache_calibrated, targets_of
 from ckptkit.quant.formats.packing import is_expert
@@ -62,7 +62,7 @@ def require_quantized(subject: Subject) -> None:
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
     config = None if subject.is_megatron else config_or_none(subject)
-    if config is None or stated_quantization(config) is None:
+    if config is None or declared_quantization(config) is None:
         require_quantized(subject)
 
 

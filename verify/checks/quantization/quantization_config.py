@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
-from ckptkit.formats.hf.side_files import is_quantized, quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import declared_quantization, is_quantized, quantization_of
 from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.formats.dequantize import floats_of
 from ckptkit.quant.formats.groups import (
@@ -74,7 +74,7 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
 def undeclared_of(subject: Subject) -> Mapping[str, str]:
     """Weights in 8-bit floats and their scales by name, if no config declares a quantization."""
     config = config_or_none(subject) if subject.is_hf else None
-    if config is None or stated_quantization(config) is not None or (subject.path / MODELOPT_CONFIG).exists():
+    if config is None or declared_quantization(config) is not None or (subject.path / MODELOPT_CONFIG).exists():
         return {}
     specs = subject.hf_files.specs
     codes = [name for name, spec in specs.items() if spec.dtype.startswith("float8") and name.endswith(".weight")]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckptkit.converters.planner import dims_of, rules_in
+from ckptkit.converters.planner import dims_of, rules_for_names
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
@@ -30,7 +30,7 @@ def stages_held(subject: Subject) -> Stages:
 
 def _names(subject: Subject) -> list[str]:
     """The tensors that the config promises, under the names of the checkpoint's class."""
-    return [rule.megatron for rule in rules_in(config_of(subject), subject.checkpoint.specs)]
+    return [rule.megatron for rule in rules_for_names(config_of(subject), subject.checkpoint.specs)]
 
 
 def require_finished(subject: Subject) -> MegatronRun:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ckptkit.converters.ops.basic import Copy
 from ckptkit.converters.planner import dialect_of, dims_of, mappings_of
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
@@ -187,11 +187,11 @@ def _copied(
 ) -> Iterator[tuple[str, str, bool]]:
     """HF and Megatron name of every tensor that conversion copies unchanged, and whether Megatron may pad its rows.
 
-    `hf` and `megatron` are the names in the two checkpoints. Raises CkptkitError as `as_stored`.
+    `hf` and `megatron` are the names in the two checkpoints. Raises CkptkitError as `adapt_config`.
     """
     if not config:
         return
-    config = as_stored(config, hf)
+    config = adapt_config(config, hf)
     experts = dims_of(config).experts
     for mapping in mappings_of(config, dialect_of(config, megatron)):
         if isinstance(mapping.op, Copy) and len(mapping.hf) == 1 and not mapping.upcast:

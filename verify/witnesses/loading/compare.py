@@ -111,7 +111,7 @@ class Loaded:
         """
         if self.target is not None:
             return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self.copies)
-        carried = family_of(self.config).carries(name) and not name.endswith(_QUANTIZED_PARTS)
+        carried = family_of(self.config).passes_through(name) and not name.endswith(_QUANTIZED_PARTS)
         return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
 
     @cached_property
@@ -121,7 +121,7 @@ class Loaded:
         if (release := family.release) is None:
             return ()
         drafts = release.drafts(release.text(self.config), release.root)
-        return tuple(one.prefix for one in drafts if family.carries(one.prefix))
+        return tuple(one.prefix for one in drafts if family.passes_through(one.prefix))
 
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
 
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
     """Raises CannotCheck for a Megatron checkpoint of a vision model without the tensors of its tower."""
-    carried = family_of(config).carried
+    carried = family_of(config).passthrough
     if subject.is_hf or not carried or "vision_config" not in config:
         return
     opened = open_megatron(subject.location, subject.hf_path)

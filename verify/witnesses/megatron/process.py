@@ -22,7 +22,7 @@ from ckptkit.converters.megatron.module_names import global_name
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.open import open_megatron
 from ckptkit.converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_of, to_hf, to_megatron
-from ckptkit.converters.stored import as_stored
+from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.isolation import end_with_parent
 from ckptkit.formats.detect import locate
@@ -121,7 +121,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     """Runs one rank and returns its report. Raises whatever Megatron raises."""
     enter(OPEN)
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
-    config = as_stored(checkpoint.config, checkpoint.specs)
+    config = adapt_config(checkpoint.config, checkpoint.specs)
     dims = dims_of(config)
     dialect = HYBRID if job.hybrid else MCORE
     reference: Checkpoint = reference_tensors(job.source, job.hf, dialect) if job.source else checkpoint
