@@ -1,7 +1,5 @@
 """What is handed out: wheel and sdist, the same bytes from every clone, and what the Containerfile builds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`pip install .` alone: verbs that read headers and files run without torch, transformers and what comes with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """docs/architecture.md: its two Python blocks are a whole family, and its table is that of the dataclasses' fields."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Commands of README and docs/ run as the pages say, on small models, or the page says why they do not run here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

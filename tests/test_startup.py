@@ -1,7 +1,5 @@
 """What a command does not need it does not import: in a run of a second or two, imports are most of the time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

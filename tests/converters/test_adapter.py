@@ -1,7 +1,5 @@
 """LoRA adapters that PEFT itself saves, merged: bit for bit what PEFT merges in float32."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What config.json means, and what is refused by name: the rows of configs.toml, whose head explains them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Mapping

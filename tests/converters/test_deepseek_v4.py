@@ -1,7 +1,5 @@
 """DeepSeek-V4: the names, dtypes and formats of its releases, and saves that are others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Draft layers of Step-3.5 and GLM-5.3-Flash, which their releases have and saves leave out; their FP8 releases."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Tensors are counted by hand for three layers of four experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Linear attention: its parts and dtypes on disk, and what ranks of real Megatron hold and save of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Kimi K3: what its release has and its config does not say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

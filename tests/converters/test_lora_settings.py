@@ -3,8 +3,6 @@
 PEFT itself merges each adapter in float32, over a model of three layers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Every op against expectations written by hand, with numbers that tell every row apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

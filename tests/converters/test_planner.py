@@ -1,7 +1,5 @@
 """The planner refuses what does not add up before a byte is read, and names values of a config that it cannot take."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Families that no released Megatron loads: their HF side is whole, and Megatron's names are there for the asking."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Ling 2.0, of which transformers has no class: GLM-4.5 computes the same, under other names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of which the installed transformers has no class: parameters under published names, which compute nothing."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a test model of a family is, and how it is saved as a release would look."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ Attention sees 5 of up to 16 tokens, so a wrong choice of the indexer changes th
 Here it turns in pairs, as in SGLang and in the releases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

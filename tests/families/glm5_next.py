@@ -1,7 +1,5 @@
 """GLM-5.3-Flash, of which transformers has a class from 5.16 on. Nothing computes its logits."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

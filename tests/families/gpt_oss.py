@@ -1,7 +1,5 @@
 """GPT-OSS, with its experts as every release has them: fused, transposed, gate and up taking turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Families with ordinary grouped-query attention: Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3, MiniMax-M2, Phi, Seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Hunyuan 3, whose releases name router, selection bias and shared expert otherwise than transformers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3-Next, Qwen3.5 and 3.6, with linear attention, gated attention and an MTP layer; and Qwen3-VL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

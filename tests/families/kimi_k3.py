@@ -1,7 +1,5 @@
 """Kimi K3, of which no released transformers has a class. Nothing computes its logits."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's layers computed once and reused, as long as nothing before or in them has changed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

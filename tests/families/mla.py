@@ -1,7 +1,5 @@
 """Families with latent attention: DeepSeek V3, Moonlight, Kimi K2 and K2.5, GLM-4.7-Flash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ MiMo's projection takes its inputs in the other order (the published `MiMoMTPLay
 (tests/converters/test_sglang_mtp.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

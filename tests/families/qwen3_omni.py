@@ -1,7 +1,5 @@
 """Qwen3-Omni, whole and its thinker alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of docs/families.md and docs/architecture.md: `make families` writes them, tests compare them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Families that no released Megatron loads: transformers' own save is the truth of their names, shapes and dtypes."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

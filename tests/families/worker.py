@@ -1,7 +1,5 @@
 """What real Megatron, in a process of its own, computes of one test model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs of `ckptkit` with a fault, through `faults.server`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Reads a JSON `Request` a line and answers each with a line: its exit code and ho
 must be preloaded. The process itself may neither compute nor start a thread, since it forks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The table of lab/faults.md, made of the cells: `python -m faults.table` writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from faults.cells import CELLS

@@ -1,7 +1,5 @@
 """Every cell of the matrix: a fault leaves the whole result or nothing, or a `.partial` from which --resume goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

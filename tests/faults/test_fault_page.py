@@ -1,7 +1,5 @@
 """lab/faults.md has the cells that are tested, and tests that exist."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

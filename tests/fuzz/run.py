@@ -1,7 +1,5 @@
 """Runs the targets under atheris: `run.py` all of them, `run.py NAME` one in this process."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

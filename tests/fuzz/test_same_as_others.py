@@ -3,8 +3,6 @@
 The targets of fuzzing hold that what ckptkit accepts is what others see. Here also what it refuses is looked at.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

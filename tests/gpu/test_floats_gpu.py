@@ -1,7 +1,5 @@
 """FP8 on a GPU: the bytes of the CPU, and those of the Triton kernel by which trainers update an engine."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

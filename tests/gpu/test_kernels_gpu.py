@@ -1,7 +1,5 @@
 """The CUDA kernel accepts and refuses what the CPU does, and writes the bytes that the formulas give there."""
 
-from __future__ import annotations
-
 import filecmp
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SGLang's Marlin kernels with negative scales, as AutoRound writes them, against the dequantized weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

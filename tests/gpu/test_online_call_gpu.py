@@ -1,7 +1,5 @@
 """The online quantizer's public call on a GPU: the same bytes as on the CPU, and errors that name the tensor."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Real SGLang on a GPU: checkpoints load, and what is repacked for Marlin's kernels is what was loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace

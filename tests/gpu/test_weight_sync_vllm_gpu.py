@@ -4,8 +4,6 @@ A process a model, all at once, each with a tenth of the GPU's memory.
 tests/verify/weight_sync/test_weight_sync_vllm_cpu.py has what needs no GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

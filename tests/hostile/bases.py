@@ -1,7 +1,5 @@
 """The sound inputs that hostile ones are made of, and the commands that each is given to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

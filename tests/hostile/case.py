@@ -1,7 +1,5 @@
 """What a hostile input is: a function that breaks a sound one, and what the verbs must say of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

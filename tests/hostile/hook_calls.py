@@ -1,7 +1,5 @@
 """Calls a hook of a job on an input, as a trainer does: `hook NAME INPUT SOUND`, with the release that it trains."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """JSON that is deep, huge, ambiguous or no JSON, and configs with values that no model has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """What is not a file in place of every kind of file: pipes, directories, devices, links, sockets, endless files."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping

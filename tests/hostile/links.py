@@ -1,7 +1,5 @@
 """Links that lead out of a checkpoint, in place of every kind of file and folder of it, and those that stay in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Changes of a sound checkpoint by rule: values, header entries, kinds of files and names."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

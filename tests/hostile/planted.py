@@ -1,7 +1,5 @@
 """Plants a module of every name that Python may import, which notes that it ran and then gives way to the real one."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path

@@ -5,8 +5,6 @@ ended. A fork costs milliseconds where a new interpreter costs seconds. It may u
 5 seconds of the processor; a minute without an end is a hang.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Every verb on inputs that are made to harm: a clean error, no code run, nothing outside touched, little used."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Files next to the weights that are not those of the source, and others that only look different."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

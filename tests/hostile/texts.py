@@ -1,7 +1,5 @@
 """Launch scripts, YAML, logs and words of the command line that are made to run code, to hang or to fill memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

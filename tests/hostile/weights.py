@@ -1,7 +1,5 @@
 """Shards, indexes, pickles, zips and `.metadata` that lie about what they hold."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

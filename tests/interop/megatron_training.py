@@ -3,8 +3,6 @@
 Its arguments are what `ckptkit inspect --megatron-args` prints, parsed and validated by Megatron-LM itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -5,8 +5,6 @@ kernels by their formulas: `_int4_kernel` for the INT4 tool, `_MXFP8Quantizer` f
 themselves run unchanged.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What the tests of slime and of miles share: test models, the runs of their tools, and what is true of both."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

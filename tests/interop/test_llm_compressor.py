@@ -3,8 +3,6 @@
 Its own compressed-tensors unpacks the INT4 weights to compare with.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Its models have Transformer Engine's layers, for whose parameters a stand-in is 
 cuts, saves and loads weights is mbridge's and megatron-core's own.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """miles' own exporters and quantizers, where they differ from slime's, on ckptkit's checkpoints; `MILES` a checkout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """nvidia-modelopt's own MXFP8 and NVFP4, by its formulas in torch on the CPU, against what ckptkit writes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

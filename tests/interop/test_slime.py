@@ -3,8 +3,6 @@
 `SLIME` names a checkout; `MEGATRON_LM` the Megatron-LM that slime pins, with its patch, for slime's way to torch_dist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 `MILES_MEGATRON_LM` that of miles. SGLang must be installed, since both take options from it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """torch's own `torch.distributed.checkpoint`, without Megatron: what it reads of the torch_dist that ckptkit writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

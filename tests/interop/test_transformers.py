@@ -3,8 +3,6 @@
 transformers only logs what it initializes, and so a wrong name ends in a model that answers garbage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Edits of a checkpoint directory that leave everything else as it was, index and checksums included."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zlib

@@ -1,7 +1,5 @@
 """Faults of weights in FP8, MXFP8, MXFP4 and NVFP4: each changes a directory, and returns the name that is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ways to break the files of an HF directory: shards, index, config.json and what is beside the weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ways to break an INT4 checkpoint: what is packed, what config.json says of it, and the parts of packed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

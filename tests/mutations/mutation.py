@@ -1,7 +1,5 @@
 """A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` finds it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

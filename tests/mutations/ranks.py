@@ -1,7 +1,5 @@
 """What one rank of a training run leaves wrong in a Megatron checkpoint: its layers, experts, slice, names, files."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

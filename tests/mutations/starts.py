@@ -1,7 +1,5 @@
 """The clean checkpoints that mutations break: six small models, as releases, in INT4 and as Megatron saves them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every mutation is found, nothing is found where nothing is wrong, and the registry of mutations is true."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

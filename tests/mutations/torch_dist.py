@@ -1,7 +1,5 @@
 """Ways to break a Megatron torch_dist directory: its files, metadata, arguments, values, and optimizer state."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Models of no family of ours: what is quantized of them is what transformers' own class says is a Linear layer."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

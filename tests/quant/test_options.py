@@ -1,7 +1,5 @@
 """The options of `quantize` and `convert --quantize`: grids, `--like`, `--reader`, `--tp`, `--device`, `--preset`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Literal

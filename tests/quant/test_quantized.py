@@ -1,7 +1,5 @@
 """Whole checkpoints quantized: every byte against compressed-tensors' own compressor, and loaded by transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

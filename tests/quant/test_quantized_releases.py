@@ -1,7 +1,5 @@
 """Quantized releases, end to end: to Megatron, back to HF in bfloat16, and what other readers make of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Run once: `verify --against-sglang` of seed_oss in every scheme of `quantize`. T
 "Unable to find matching target for model.layers.0.self_attn.q_proj"; FP8 in blocks, MXFP8 and ModelOpt's NVFP4 load.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Names are folded: `model.layers.{0..27}.mlp.{gate_proj,up_proj}.weight`, `{3..63
 config.json may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times": 10}`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every verb that answers from headers, on one release: no finding but those that lie in the release."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Reports about LoRA adapters, merges of them, and deltas: what is left out, named or scaled otherwise, or lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Changes that several cases share: of tensors, names, config.json and what is quantized."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

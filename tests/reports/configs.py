@@ -1,7 +1,5 @@
 """Reports about config.json and side files: settings that readers take differently, or that are not the weights'."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

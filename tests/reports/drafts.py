@@ -1,7 +1,5 @@
 """Reports about draft models: what they lack, and what a launch or config.json says of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

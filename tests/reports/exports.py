@@ -1,7 +1,5 @@
 """Reports about conversions: what is left out, put under other names, or written with wrong values or dtypes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reports about files that are not whole: shards, indexes, downloads, Megatron's trackers and .distcp files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reports about launches: arguments, sizes and paths that are not the model's, or that no stack can start with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.launch_scripts import write_headers, write_launch

@@ -1,7 +1,5 @@
 """Reports about lists of modules that are left out, and about what is quantized against them or under other names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

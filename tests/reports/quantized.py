@@ -1,7 +1,5 @@
 """Reports about quantized checkpoints: `ignore` lists, schemes, scales and sizes that readers take differently."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

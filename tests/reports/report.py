@@ -1,7 +1,5 @@
 """A public bug report: its row in lab/reports.md, and the case that rebuilds it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

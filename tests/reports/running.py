@@ -1,7 +1,5 @@
 """Runs the command of a report on its case, as the shell does, in this process."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Each public report is found by its command, its sound twin is silent, as lab/reports.md says."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -4,8 +4,6 @@ JOBS is JSON: a list of [base, adapter, output]. Each output gets what the manag
 add to the base's weights, by the engine's module and the part of it; or `refused` with the engine's words.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Megatron witness with a defect, which the environment variable BREAK chooses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """A real headless Chromium, driven over a pipe (https://chromedevtools.github.io/devtools-protocol/)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A witness that misbehaves as the word in its job says: `python -m support.confined_witness JOB`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import multiprocessing

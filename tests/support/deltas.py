@@ -5,8 +5,6 @@ slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py, `o
 slime/utils/disk_delta.py. miles 31f1ca96 and vime 03a8e1bf have the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib

@@ -4,8 +4,6 @@ OUTPUT gets JSON: for each draft what its class left unwritten of its parameters
 each tensor went; or what the engine refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

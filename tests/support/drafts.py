@@ -1,7 +1,5 @@
 """EAGLE draft models with random weights, as trainers save them, for a target of hidden size 128 and 352 tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

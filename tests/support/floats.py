@@ -1,7 +1,5 @@
 """Releases in low-precision floats, made from plain ones by formulas of their own, each as its writer spells it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ stand in the place of `ckptkit.verify.witnesses.process.sandbox.start_confined`,
 started and ends start it for real.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """Overrides made by `hydra_grammar.txt`, and how the settings that we read compare with those that Hydra composes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

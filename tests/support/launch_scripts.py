@@ -1,7 +1,5 @@
 """Launch scripts of seven families, each written in another way that bash allows: launches/ has the texts."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

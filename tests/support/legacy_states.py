@@ -1,7 +1,5 @@
 """Looks into and changes what real Megatron saved in its legacy format, one file a rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What transformers computes of small models, for comparison with an engine's own forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ For tests of mappings through Megatron's forward pass, in processes that import 
 modules of `ckptkit.verify.witnesses.megatron.variants` that only hold parameters a forward pass.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any

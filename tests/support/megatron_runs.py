@@ -1,7 +1,5 @@
 """Real Megatron for tests, in processes of their own: logits of given weights."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Beside the weights is what a training run also saves: optimizer, random states, 
 which rank writes: Megatron-LM `training/checkpointing.py`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Small models with random seeded weights, made by transformers: the independent truth that tests compare with."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ that. A machine that never ran these kernels first compiles Marlin's for experts
 here it runs on all of them, while the first engine starts.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

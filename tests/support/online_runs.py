@@ -5,8 +5,6 @@ trainer}, and "broken" where that is tried. The model and its `load_weights` are
 Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.layouts.marlin`. `run` starts that.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Small models of the classes of transformers, of any type, saved by transformers itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A mark in the line before a block says whether the tests run it: `<!-- run -->`,
 `<!-- run without --OPTION: REASON -->`. A block without commands is of the kind `text`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Python processes that tests start: they find the packages and the test modules."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """Ignore lists as they are published, with the models that they belong to, cut to four layers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

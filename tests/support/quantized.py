@@ -1,7 +1,5 @@
 """Quantized releases made from plain ones, by formulas of their own, with the weights that they mean."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

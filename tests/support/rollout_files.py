@@ -3,8 +3,6 @@
 `Sample` is written down here field by field after slime/utils/types.py, and `to_dict` does what its own does.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ MODELS has a model in each directory. For each, OUT gets NAME.pt, the logits of 
 compute. Ours is only the memory for keys and values, and experts are told to take SGLang's torch path. `run` starts it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test models in sizes that groups and blocks of 128 and the tiles of SGLang's INT4 kernels divide."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bash scripts made by `shell_grammar.txt`, what real bash gives to their trainer, and how our words compare."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ What training balances is put there from its reason: rows and columns that answe
 that do not get sizes of their own. Norms, residual channels and rotary frequencies vary alike in all layers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

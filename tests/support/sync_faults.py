@@ -3,8 +3,6 @@
 A run is a list of `Update`s: two sound ones, then each fault that touches the model, with a sound one after it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

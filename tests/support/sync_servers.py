@@ -4,8 +4,6 @@ It writes a line of ROOT/reports.jsonl a check. ROOT/models has the models. All 
 trainers send them: as handles of GPU memory in a request over HTTP, in several buckets. `run` starts this.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ OUT gets a JSON line a check: its step, and what the check said. With several ST
 its own, which the trainer's tied embeddings are. `outcomes` starts this, a process a model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Releases of tied models that ship the output layer all the same, as Qwen3-0.6B and Qwen3-1.7B do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 FILE has the words of the question and gets the answer, both as JSON. `ask` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Small models in sizes that kernels of an H100 take, in every format: for vLLM's steps after loading."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping

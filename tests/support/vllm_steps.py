@@ -1,7 +1,5 @@
 """What must be true of vLLM's steps after loading, with CUDA and with stand-ins for its kernels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of public threads about vLLM, planted in checkpoints, each with the sound one that it was made of."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The smallest files that are what their names say: a config, weights without a model around them, a manifest."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """What the tests of verification share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Bad input through the real command: one clear message, the right exit code, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

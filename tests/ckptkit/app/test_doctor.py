@@ -1,7 +1,5 @@
 """`doctor`: what is installed and usable here. And ckptkit from a checkout that is on PYTHONPATH and not installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

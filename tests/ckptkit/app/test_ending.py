@@ -1,7 +1,5 @@
 """What verbs say on standard error: each step that takes long, silence with -q, and one closing line at the end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

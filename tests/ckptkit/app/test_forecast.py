@@ -1,7 +1,5 @@
 """What `--dry-run` says that a run will take: bytes, memory and seconds of a plan, counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The hooks of slime, miles and verl, called as the trainers call them, and the examples of docs/jobs.md."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A config.json with values that no model has: every command names the key, soon, and none ends in a traceback."""
 
-from __future__ import annotations
-
 import re
 import resource
 import time

@@ -1,7 +1,5 @@
 """Directories whose weights are not safetensors, or not only: what they hold is named, with the way out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

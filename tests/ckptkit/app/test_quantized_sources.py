@@ -1,7 +1,5 @@
 """Quantized releases as sources and references of a conversion: what is said about them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """On a Ray cluster the same bytes are written, whatever the number of workers and whatever is lost on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """HF directories at URLs, against a real S3 server and a hub: the same tensors and bytes as on a disk."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

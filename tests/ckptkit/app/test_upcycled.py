@@ -1,7 +1,5 @@
 """A mixture of experts upcycled from a trained model: its text tells whether routers and experts are the right ones."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every option has an effect beside the others given, or is refused with the reason; what a shell offers at TAB."""
 
-from __future__ import annotations
-
 import subprocess
 from itertools import product
 from pathlib import Path

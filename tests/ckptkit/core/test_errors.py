@@ -1,7 +1,5 @@
 """Each kind of error has a code that a program can branch on; what other libraries raise becomes one readable line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Whatever the names in a checkpoint are, what is printed moves no cursor, turns no text round and forges no line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

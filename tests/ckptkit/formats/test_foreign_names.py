@@ -3,8 +3,6 @@
 That all which real Megatron saves is let through: test_megatron_written.py, which has such saves.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import enum

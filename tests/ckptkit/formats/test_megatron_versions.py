@@ -4,8 +4,6 @@ Two ranks saved, tensor parallel 2. Every tensor is filled with a number of its 
 is cut has half more.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

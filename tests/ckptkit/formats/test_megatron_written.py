@@ -3,8 +3,6 @@
 megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: run on both to see both.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The restricted unpickler builds what Python builds of plain data, runs nothing, and refuses what costs too much."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

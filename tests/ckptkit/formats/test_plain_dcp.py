@@ -4,8 +4,6 @@ test_megatron_versions has what Megatron's converter makes of Megatron-FSDP's; t
 megatron-core's own wrapper and optimizer, on four ranks.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The safetensors reader and writer against the safetensors library, and every way a file can be broken."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import product

@@ -3,8 +3,6 @@
 A file in which torch's own reader would find another pickle than ckptkit does is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

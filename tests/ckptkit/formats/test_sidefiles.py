@@ -1,7 +1,5 @@
 """What travels beside the weights, and a manifest that nobody should have to trust."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A large tensor that passes through as it is: in pieces, never held as a whole, and to the same bytes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

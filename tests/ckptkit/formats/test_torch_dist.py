@@ -3,8 +3,6 @@
 The calibration of ModelOpt's quantizers is left out by name, all else of them is refused.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

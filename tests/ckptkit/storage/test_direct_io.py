@@ -1,7 +1,5 @@
 """Bytes are read and written as they are, past the page cache or through it, in no more memory than a reader has."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Two runs never write to one destination at once, and a run that was killed is in nobody's way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """No source is lost to its own conversion, by whatever path it is reached: a mount, a link, another spelling."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

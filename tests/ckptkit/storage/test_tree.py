@@ -1,7 +1,5 @@
 """What is walked of a directory that others made: no more than is bounded, and nothing outside it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What several threads bring for a file, in pieces of any size and order, is in it when it is closed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

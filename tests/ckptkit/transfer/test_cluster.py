@@ -1,7 +1,5 @@
 """Which Ray cluster is worked on, and what is said where there is none."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import tempfile

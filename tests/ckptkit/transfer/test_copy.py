@@ -1,7 +1,5 @@
 """Groups move through several threads: all of them, never too many bytes at once, and the first error ends it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A destination appears whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """HF directories written to a real S3 server: no reader takes them for a checkpoint before they are one."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

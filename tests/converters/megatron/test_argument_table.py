@@ -1,7 +1,5 @@
 """The table of Megatron's arguments: one row a name, and what its rows name exists."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter

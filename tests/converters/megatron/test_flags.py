@@ -1,7 +1,5 @@
 """Flags and comments of launch scripts: what Megatron evaluates them to, and what no flag says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

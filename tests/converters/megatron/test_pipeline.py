@@ -1,7 +1,5 @@
 """Layers of pipeline stages: by hand, and against megatron-core's functions on every combination of small numbers."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

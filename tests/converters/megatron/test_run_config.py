@@ -1,7 +1,5 @@
 """run_config.yaml of Megatron-Bridge gives the arguments that Megatron-LM's own namespace gives otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Dequantizing every format in every spelling: by hand, by slow formulas, by transformers and compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Back to INT4 bit for bit: releases made by compressed-tensors, by way of Megatron and without, on both grids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

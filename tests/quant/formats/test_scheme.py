@@ -1,7 +1,5 @@
 """The scheme in config.json: what compressed-tensors, transformers and ckptkit make of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

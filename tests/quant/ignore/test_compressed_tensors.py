@@ -3,8 +3,6 @@
 At run time it is not asked: importing it takes seconds, which `lint` of a header must not.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Which tensors are quantized, by classes, a reference or a tensor parallel size; which lists are refused, and why."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping

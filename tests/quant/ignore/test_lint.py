@@ -1,7 +1,5 @@
 """`ckptkit lint` on published lists: what each entry covers, what is found and why, and the list it proposes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

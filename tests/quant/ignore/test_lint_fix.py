@@ -1,7 +1,5 @@
 """compressed-tensors packs the same modules of transformers' own model with the config.json of `lint --fix`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

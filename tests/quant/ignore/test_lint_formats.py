@@ -1,7 +1,5 @@
 """`ckptkit lint` on FP8, MXFP8, MXFP4 and NVFP4: which reader reads which list, and what it makes of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of readers of unquantized modules, against each reader's own code and against verdicts written by hand."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import warnings

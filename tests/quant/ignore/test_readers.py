@@ -1,7 +1,5 @@
 """The readers' rules, against the readers' own code where it can be installed, and against verdicts written by hand."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

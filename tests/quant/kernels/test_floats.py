@@ -1,7 +1,5 @@
 """Codes and scales of FP8 and E2M1: by hand, torch's and ml_dtypes' conversion, transformers, compressed-tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The one-pass CPU kernel against the formulas of `ckptkit.quant.formats.grids`, bit for bit, and its error."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -3,8 +3,6 @@
 The kernels are replaced by the formulas, so that no GPU is needed; tests/gpu/test_online_call_gpu.py has the kernels.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import weakref

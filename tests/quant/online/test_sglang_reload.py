@@ -1,7 +1,5 @@
 """Opening and closing a weight update inside an engine; with SGLang's own layers in test_online_sglang.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Whole checkpoints in FP8 and 4-bit floats: what is quantized, what config.json says, who loads it, writers' bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

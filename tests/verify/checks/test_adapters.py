@@ -1,7 +1,5 @@
 """What `verify` says of LoRA adapters that PEFT saved: nothing of sound ones, and each fault by its check."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

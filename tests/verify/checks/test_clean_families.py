@@ -6,8 +6,6 @@ What comes back from Megatron is the release byte for byte (tests/converters/tes
 stands for it here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

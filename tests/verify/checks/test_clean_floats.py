@@ -3,8 +3,6 @@
 The models have sizes that blocks of 128 divide. Readers are those that read the scheme: see docs/quantize.md.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

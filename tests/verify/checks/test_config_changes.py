@@ -1,7 +1,5 @@
 """CK702: whatever describes the model in config.json is compared with the source's; how it is stored may differ."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

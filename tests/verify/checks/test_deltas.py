@@ -1,7 +1,5 @@
 """CK122, CK123, CK221 and CK222: chains of deltas, sound and broken, and what is made of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

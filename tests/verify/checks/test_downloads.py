@@ -1,7 +1,5 @@
 """CK124: what huggingface_hub has downloaded itself, to its cache and to a directory, from a hub of this process."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

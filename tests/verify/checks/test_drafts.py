@@ -1,7 +1,5 @@
 """What `verify` says of EAGLE draft models: nothing of sound ones, as trainers save them; each fault by its code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

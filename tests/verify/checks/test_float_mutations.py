@@ -3,8 +3,6 @@
 The numbers count the faults that such files are known to have; 19 is in `test_float_sources.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

@@ -1,7 +1,5 @@
 """`verify --source` of weights in FP8 and four bits: against plain weights, against the same format, and another."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace as with_

@@ -1,7 +1,5 @@
 """Manifests: digests computed independently, written by every verb, and CK120, which proves a copy with them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CK306, CK308, CK305 and lint of checkpoints with two formats, and what two configs of one say differently."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CK104 and CK730: a multimodal config without its vision tower, and one class's config over another's names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Directories in which checks find nothing to look at: the true cause is the one finding, never a request to report."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

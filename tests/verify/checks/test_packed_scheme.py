@@ -1,7 +1,5 @@
 """CK3xx: an INT4 checkpoint is broken in one way; the bound of CK305 holds for compressed-tensors' own output."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

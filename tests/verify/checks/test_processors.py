@@ -1,7 +1,5 @@
 """Settings of processors next to the weights, compared as the real classes of transformers read them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """CK701: launch arguments as people publish them, against the config.json of the releases that they are for."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names that a wrapper changed: the change in one finding, whatever else is wrong in findings of its own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CK108 and CK110: files that were mixed, lost or renamed, and adapters that were never merged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """CK706 to CK708: tokenizers, special tokens and templates that do not belong to the weights, by hand-written files."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """CK704, CK705 and CK211: what a config states twice, and tied models that store the output layer too."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from collections.abc import Callable

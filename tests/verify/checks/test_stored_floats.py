@@ -1,7 +1,5 @@
 """What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4: silent where all is sound, and each mutation found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`verify --source RELEASE --trained`: training moves values by little, and what else differs is found as ever."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Collection

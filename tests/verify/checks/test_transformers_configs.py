@@ -1,7 +1,5 @@
 """CK302 and CK303: INT4 of a config that transformers answers otherwise. What it answers is asked of transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """CK541: names and shapes as transformers' own class has them, for models of any type, saved by transformers itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable

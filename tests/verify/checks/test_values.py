@@ -1,7 +1,5 @@
 """CK2xx: values are compared with a source in any combination of formats, and judged without one."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

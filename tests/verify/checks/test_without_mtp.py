@@ -1,7 +1,5 @@
 """Releases without the MTP layers that config.json promises; Qwen3.5's language model under the whole model's names."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`diff` of hand-made checkpoints: every kind of difference, and the memory that it takes."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Mapping, Sequence

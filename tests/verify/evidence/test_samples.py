@@ -1,7 +1,5 @@
 """Samples of tensors: read at the right places whatever saved them, few and bounded, and compared across dtypes."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """CK740: reference, critic and teacher of another model than the one that the launch builds."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path

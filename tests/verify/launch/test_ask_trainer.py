@@ -1,7 +1,5 @@
 """`preflight --ask-trainer`: a stub of slime, whose two parsers each take a part of the words, parses the launch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which engine a launch serves with: SGLang's kernels judge SGLang alone, speculative decoding is asked of both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Launch scripts, configurations and logs that are made to hang or to fill memory: read within bounds, or refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """`preflight run.sh`: right launches are clean, and each planted contradiction is found with both values."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

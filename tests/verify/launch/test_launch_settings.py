@@ -1,7 +1,5 @@
 """YAML, Hydra overrides and interpolation as they are read: right values with their lines, and limits."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that a launch names and preflight cannot judge: an unknown model_type, and names on a model hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

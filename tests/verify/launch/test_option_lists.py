@@ -1,7 +1,5 @@
 """The options that preflight knows, and how words are split into them, against the programs themselves."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """`preflight`: which weights each side of a launch would really load, by Megatron's and slime's rules."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

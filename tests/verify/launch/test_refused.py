@@ -1,7 +1,5 @@
 """CK746 and CK721: options of slime, miles and Megatron that do not go together or are misspelled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of settings of slime and miles, and what miles loads otherwise than slime."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

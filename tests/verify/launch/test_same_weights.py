@@ -1,7 +1,5 @@
 """Two sides of a launch that must start from the same weights, compared by the digests beside them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

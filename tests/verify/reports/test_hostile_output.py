@@ -1,7 +1,5 @@
 """Hostile names and values in every format, read back by a parser that is not ours: nothing acts or breaks out."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

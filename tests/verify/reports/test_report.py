@@ -1,7 +1,5 @@
 """The report as data, as JSON (a contract) and as text."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`triage`: a snippet of each symptom as its program prints it, sound runs, and logs of any size and content."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Which checkpoint a model is compared with before its first log-probabilities, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weight updates of engines that answer as SGLang or vLLM does: what arrived passes, what did not is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

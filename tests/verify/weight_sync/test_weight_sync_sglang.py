@@ -1,7 +1,5 @@
 """Weight updates of SGLang's own models, by SGLang's own checker, on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

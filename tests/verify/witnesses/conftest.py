@@ -1,7 +1,5 @@
 """What the tests of recorded rollouts share, and those that load many checkpoints into real SGLang."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable, Mapping

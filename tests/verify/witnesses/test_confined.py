@@ -1,7 +1,5 @@
 """A witness that hangs, eats memory, spawns or is orphaned is ended, and says nothing about the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Both engines' own classes load the draft models that tests call sound, and do with them what findings say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

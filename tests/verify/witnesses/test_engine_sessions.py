@@ -1,7 +1,5 @@
 """The requests of a weight update to engines of both kinds of releases, with engines that only keep models."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones fail the right check."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`verify --against-megatron` of a checkpoint that holds a HybridModel: rank by rank, sound and broken."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layouts of a training job: pipelines of every kind, context parallelism, more ranks than fit, some ranks only."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--logits` with `--against-megatron`: real Megatron's log-probabilities against transformers, and the verdicts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

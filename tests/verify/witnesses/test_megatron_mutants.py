@@ -1,7 +1,5 @@
 """What one rank saved wrongly, as real Megatron's ranks hold it: findings name ranks, parameters and slices."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path

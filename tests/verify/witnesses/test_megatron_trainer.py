@@ -1,7 +1,5 @@
 """`--trainer-loader`: Megatron-LM's own `load_checkpoint` in place of megatron-core's loader."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of recorded rollouts: what they may hold, and what is said of damaged ones."""
 
-from __future__ import annotations
-
 import enum
 import os
 import sys

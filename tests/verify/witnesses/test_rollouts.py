@@ -1,7 +1,5 @@
 """CK602: recorded rollouts against the checkpoint; transformers' forward in the test is the independent truth."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

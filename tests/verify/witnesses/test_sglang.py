@@ -1,7 +1,5 @@
 """Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib.metadata import version

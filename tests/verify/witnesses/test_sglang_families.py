@@ -1,7 +1,5 @@
 """Every test model of every family into real SGLang: clean, or what SGLang itself says or leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """INT4 and FP8 blocks of every model type into real SGLang: clean, and broken ones named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Config groups of INT4 checkpoints in real SGLang: what it loads and refuses, `lint` and `verify` say without it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

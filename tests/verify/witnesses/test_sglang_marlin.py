@@ -1,7 +1,5 @@
 """Marlin's layout as we write it out, against the plain-Python reference that SGLang tests its kernels with."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path

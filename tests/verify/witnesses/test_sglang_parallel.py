@@ -1,7 +1,5 @@
 """Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a loader does with tensors, seen by `Trace` and followed back to them: loaders unlike those of real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -3,8 +3,6 @@
 What its models ask of a checkpoint, loaded strictly, without a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec

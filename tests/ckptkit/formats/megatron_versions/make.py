@@ -11,8 +11,6 @@ it from 0.17 on; for versions before, `megatron` of Megatron-LM's tag `core_vVER
 megatron-core 0.19.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """CK722's words on FP8 blocks, against SGLang's and vLLM's own layers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """CK747: formats that slime, miles and vime cannot send."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CK748: a launch that builds GPTModel where its checkpoint holds HybridModel, or the other way round."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CK716: the tokenizer of --hf-checkpoint against that of the weights; CK724: what a launch asks of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launchers in Python: the words that they give to the trainer, though they are never run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

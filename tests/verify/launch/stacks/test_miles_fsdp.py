@@ -1,7 +1,5 @@
 """miles' FSDP trainer builds the model from --hf-checkpoint, whatever --load and --megatron-to-hf-mode say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

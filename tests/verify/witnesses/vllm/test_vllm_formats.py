@@ -3,8 +3,6 @@
 Sizes are those that groups and blocks of 128 divide, so that every format is asked of every model.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Sound models pass, and each planted fault is named. tests/gpu/test_vllm_engine_gpu.py has what needs a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each tensor that is missing is named by its HF name and by vLLM's parameter.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

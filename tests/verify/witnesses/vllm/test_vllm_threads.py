@@ -1,7 +1,5 @@
 """Faults of public threads about vLLM, planted in checkpoints: named, and the sound ones they were made of pass."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
