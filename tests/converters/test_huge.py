@@ -1,7 +1,4 @@
-"""The headers on which planning is measured hold what a release holds.
-
-Tensors are counted by hand for three layers of four experts.
-"""
+"""The headers on which planning is measured hold what a release holds."""
 
 from pathlib import Path
 from typing import Any, get_args

@@ -70,7 +70,6 @@ def test_a_norm_that_would_be_rounded_is_refused(release: Path, copy_of: CopyOf,
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-Next, its release beside it."""
     require_megatron()
     path = tmp_path_factory.mktemp("next") / "megatron"
     save("hybrid", small(CASES["qwen3_next"], 4), path.with_name("release"), torch.bfloat16)

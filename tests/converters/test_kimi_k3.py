@@ -25,7 +25,6 @@ def release(releases: PathOf) -> Path:
 
 
 def changed(path: Path, place: int, value: float) -> Path:
-    """With another value in `A_log` of one layer."""
     state = models.tensors(path)[STATE].clone()
     state[place] = value
     models.edit(path, STATE, state)

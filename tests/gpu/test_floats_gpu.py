@@ -81,7 +81,6 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monk
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    """Of weights that share a scale, too."""
     torch.manual_seed(7)
     weights = [hard_weights(dtype, 320), (torch.randn(1000, 4096) * torch.rand(1000, 1)).to(dtype)]
     for weight in weights:

@@ -31,5 +31,4 @@ def put(file: Path, content: bytes | str) -> None:
 
 
 def edit_json(file: Path, **changes: object) -> None:
-    """Changes keys of a JSON object."""
     put(file, json.dumps(json.loads(file.read_bytes()) | changes))

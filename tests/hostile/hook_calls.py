@@ -14,7 +14,6 @@ from ckptkit.hooks import after_init, after_save, after_weight_write
 
 
 def _arguments(sound: str) -> dict[str, Any]:
-    """The arguments of a launch that trains the release."""
     return megatron_args(dims_of(read_json(Path(sound, "config.json"))))
 
 

@@ -92,7 +92,6 @@ def _replaced(name: str, make: Callable[[Path], object], root: Path) -> None:
 
 
 def cases(files: Mapping[str, File]) -> Iterator[Case]:
-    """Each kind in place of each file."""
     for what, (base, name, verbs, passing) in files.items():
         for kind, make in KINDS.items():
             if (kind, what) in _HARMLESS:

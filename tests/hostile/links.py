@@ -48,7 +48,6 @@ def _linked(name: str, target: Callable[[Path], Path], root: Path) -> None:
 
 
 def _folder(name: str, root: Path) -> None:
-    """A folder that is moved out, and a link to it in its place."""
     moved = root.parent / "outside" / "folder"
     if (root / name).exists():
         shutil.move(root / name, moved)

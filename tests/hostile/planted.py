@@ -29,5 +29,4 @@ def plant(folder: Path, marks: Path) -> None:
 
 
 def ran(marks: Path) -> list[str]:
-    """The planted modules that were imported."""
     return marks.read_text().split() if marks.exists() else []

@@ -34,7 +34,6 @@ ALL = ["lm_head", "model.embed_tokens"]
 
 
 def floats(weights: dict[str, Any], form: str) -> dict[str, Any]:
-    """A quantization_config of compressed-tensors in floats."""
     content = quantization(ALL)
     return {**content, "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -55,7 +54,6 @@ LOADED: dict[str, dict[str, Any]] = {
 
 
 def write(path: Path, content: dict[str, Any], **changes: Any) -> Path:
-    """A config.json of Seed-OSS."""
     config = {**config_of(HF_CASES["seed_oss"]), **changes, "quantization_config": content}
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -53,7 +53,6 @@ class Report:
 
     @property
     def key(self) -> str:
-        """What tests call it."""
         return self.thread.replace("/", "-")
 
 

@@ -20,12 +20,10 @@ _SAID: dict[tuple[object, ...], Said] = {}
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
-    """The sound checkpoints, each made at its first use."""
     return Starts(tmp_path_factory.mktemp("starts"), MODELS)
 
 
 def of_sound_twin(report: Report, work: Path) -> Said:
-    """What the command says of the sound case; reports that share it ask once."""
     key = (report.case.twin or report.command, report.case.start, report.case.prepare)
     if key not in _SAID:
         _SAID[key] = run(report.case.twin or report.command, work)

@@ -191,7 +191,6 @@ def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quie
 
 
 def inspect_where(statement: str, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """`ckptkit inspect` where opening an HF directory runs this statement."""
     program = (
         "import ckptkit.formats.hf.reader as s\n"
         f"def stop(*a): {statement}\n"

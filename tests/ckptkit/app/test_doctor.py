@@ -27,8 +27,6 @@ def run(*words: str) -> tuple[int, str]:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without SGLang and without a GPU."""
-
     def version(name: str) -> str:
         if name == "sglang":
             raise PackageNotFoundError(name)

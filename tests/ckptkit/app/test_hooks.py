@@ -41,7 +41,6 @@ SIGNATURES = {
 
 
 def hook(path: str) -> Callable[..., None]:
-    """The function of a dotted path, as the trainers find it."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     assert callable(found)
@@ -49,7 +48,6 @@ def hook(path: str) -> Callable[..., None]:
 
 
 def arguments(release: Path, **changes: Any) -> Namespace:
-    """What a trainer's arguments are for this release."""
     args = megatron_args(dims_of(HfCheckpoint(release).config))
     return Namespace(**{**args, "hf_checkpoint": str(release), "rank": 0, **changes})
 
@@ -143,7 +141,6 @@ def test_disk_update_that_is_sound_passes_and_a_dead_router_stops_the_job(releas
 
 
 def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path: Path) -> None:
-    """Training without them sends none, whatever --hf-checkpoint has."""
     whole = CASES["glm4_moe-mtp"]
     save("whole", whole, tmp_path / "whole", torch.bfloat16)
     pruned = with_tensors(whole, lambda key: not key.startswith("model.layers.12."))

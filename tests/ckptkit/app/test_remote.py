@@ -34,7 +34,6 @@ SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """An HF directory of two shards and a tokenizer in a folder."""
     root = tmp_path / "two"
     places = {"big": "1.safetensors", "small": "1.safetensors", "other": "2.safetensors"}
     write(root / "config.json", '{"model_type": "x"}')
@@ -192,7 +191,6 @@ MANIFEST = "ckptkit.json"
 
 @pytest.fixture(scope="module")
 def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What it is converted to on this machine. Read only."""
     root = tmp_path_factory.mktemp("megatron") / "qwen-megatron"
     convert(small_release, root)
     return root
@@ -204,7 +202,6 @@ def content(root: Path) -> dict[str, Any]:
 
 
 def uploaded(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """The same of a directory of the bucket."""
     return {key.removeprefix(prefix): _bare(key, bucket.get(key)) for key in bucket.listed() if key.startswith(prefix)}
 
 

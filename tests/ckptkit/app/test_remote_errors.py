@@ -29,7 +29,6 @@ from ckptkit.verify.launch.preflight import preflight
 
 
 def reading(url: str) -> None:
-    """Opens a URL as a source."""
     with opened(url):
         pass
 

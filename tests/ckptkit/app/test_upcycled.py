@@ -67,7 +67,6 @@ def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_los
 
 
 def rotated(tensors: Tensors) -> Tensors:
-    """Every expert under the number of the next."""
     turned = dict(tensors)
     for name, one in tensors.items():
         head, marker, rest = name.partition(".mlp.experts.")

@@ -272,8 +272,6 @@ def test_an_attribute_of_a_dict_other_than_metadata_is_refused() -> None:
 
 
 class Evil:
-    """Pickles as a call of os.system."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

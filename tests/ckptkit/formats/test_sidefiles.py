@@ -22,7 +22,6 @@ from ckptkit.verify.run import verify
 
 
 def link(source: Path, name: str, target: str) -> None:
-    """Puts a link in the place of a file."""
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(target)

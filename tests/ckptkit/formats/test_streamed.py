@@ -30,7 +30,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def flip(path: Path, offset: int) -> None:
-    """Changes a bit of this byte."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)

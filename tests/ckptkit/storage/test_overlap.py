@@ -37,7 +37,6 @@ def assert_refused(destination: Path, *sources: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A directory of checkpoints: `model` with a folder, and `other`."""
     root = tmp_path / "tree"
     for folder in ("model", "model/sub", "other"):
         write_files(root / folder, "config.json", "model.safetensors")

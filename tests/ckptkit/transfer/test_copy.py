@@ -44,8 +44,6 @@ class Numbers:
 
 
 class Sink:
-    """A writer that remembers what it got and how it ended."""
-
     def __init__(self, source: Numbers) -> None:
         self.source, self.values, self.end = source, dict[str, int](), ""
 

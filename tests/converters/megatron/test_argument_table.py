@@ -67,7 +67,6 @@ def test_arguments_without_a_row_are_printed_by_their_kind() -> None:
 
 
 def changed(name: str, value: Any) -> Any:
-    """Another value of an argument that a run may have."""
     if name in ("position_embedding_type", "rope_type"):
         return "yarn" if value != "yarn" else "rope"
     if isinstance(value, bool):

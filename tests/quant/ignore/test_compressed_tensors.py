@@ -48,7 +48,6 @@ KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignor
 
 
 def published(content: Any) -> Iterator[tuple[str, ...]]:
-    """The lists of modules in a published config, whatever its format."""
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if key in KEYS and value:
             yield tuple(restored(value))

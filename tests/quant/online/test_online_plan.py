@@ -87,7 +87,6 @@ def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many matrices each launch took; no launch needs a GPU."""
     from ckptkit.quant.online import cuda as online_cuda
 
     found: list[int] = []

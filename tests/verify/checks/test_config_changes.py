@@ -22,7 +22,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def change(path: Path, **changes: Any) -> Path:
-    """Sets keys of config.json; Ellipsis removes one."""
     content = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
     return path

@@ -32,20 +32,17 @@ NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
 
 
 def flipped(file: Path) -> bytes:
-    """The content of a file with another last bit."""
     content = file.read_bytes()
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
 def spoiled(release: Path) -> dict[str, bytes]:
-    """The last shard with another bit in its last tensor."""
     file = sorted(release.glob("*.safetensors"))[-1]
     return {file.name: flipped(file)}
 
 
 @pytest.fixture(params=["cache_dir", "local_dir"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Path]:
-    """Both ways in which the hub's client keeps files."""
     return {request.param: tmp_path / "there"}
 
 

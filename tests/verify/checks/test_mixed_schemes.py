@@ -48,7 +48,6 @@ def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
 
 
 def by_source(path: Path, plain: Path) -> list[Finding]:
-    """What CK305 finds."""
     return [one for one in verify(path, source=plain).findings if one.code == "CK305"]
 
 

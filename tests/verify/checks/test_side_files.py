@@ -41,7 +41,6 @@ def tokenizer(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def hf(fresh: PathOf) -> Path:
-    """qwen2-tied (352 rows) with a whole tokenizer."""
     path = fresh("qwen2-tied")
     write(path, "tokenizer.json", tokenizer())
     write(path, "tokenizer_config.json", TOKENS | TEMPLATE)
@@ -199,7 +198,6 @@ def test_files_that_are_silent_leave_a_token_to_others(hf: Path, alone: RunAlone
 
 @pytest.fixture
 def pair(hf: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint and its source, alike."""
     source = tmp_path / "source"
     hf.rename(tmp_path / "here")
     shutil.copytree(tmp_path / "here", source)

@@ -25,7 +25,6 @@ def found_of(a: Checkpoint, b: Checkpoint, exact: bool = False) -> Diff:
 
 
 def of(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exact: bool = False) -> Diff:
-    """The diff of two checkpoints in memory."""
     return found_of(models.InMemory(UNKNOWN, a), models.InMemory(UNKNOWN, b), exact)
 
 

@@ -36,7 +36,6 @@ def _within_bounds() -> Iterator[None]:
 
 
 def read(tmp_path: Path, text: str) -> LaunchText:
-    """What a script of this text gives to its trainer."""
     script = tmp_path / "run.sh"
     script.write_text(text)
     return read_script(script)
@@ -143,7 +142,6 @@ MODEL = "--hf-checkpoint /hf --num-layers 4 --hidden-size 64 --num-experts 8 --m
 
 
 def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(tmp_path: Path) -> None:
-    """Numbers of layers are bounded as in config.json, also where a file gives them."""
     for option in SIZES:
         for number in [10**10, 10**18, -(10**12), *([1_001, 2**31 - 1] if "layers" in option else [])]:
             with pytest.raises(CkptkitError, match=f"--{option} .*is larger than"):

@@ -28,19 +28,16 @@ LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719"
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
-    """A directory with the config.json of a family's release."""
     root = tmp_path_factory.mktemp("configs")
     found = {name: write_config(root / name, name) for name in FAMILIES}
     return found.__getitem__
 
 
 def of_launch(report: Report) -> list[Finding]:
-    """The findings about the launch itself."""
     return [finding for finding in report.findings if finding.code in LAUNCH]
 
 
 def launch_findings(script: Path) -> list[Finding]:
-    """The findings of the checks of a launch, without a look at the tensors of its checkpoints."""
     job = read_job(Launch(read_script(script, environment={})))
     subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]

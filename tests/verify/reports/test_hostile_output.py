@@ -112,8 +112,6 @@ def assert_sarif_is_escaped(raw: str, shown: str) -> None:
 
 
 class Page(HTMLParser):
-    """Collects the tags and the text of a page, without its own style and script."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []

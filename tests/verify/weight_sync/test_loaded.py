@@ -13,7 +13,6 @@ from ckptkit.verify.weight_sync.loaded import locate_loaded, parameters_asked_fo
 
 
 def root(path: Path, tracker: str, *iterations: str) -> Path:
-    """A Megatron root with these iterations, without weights."""
     for iteration in iterations:
         (path / iteration).mkdir(parents=True)
         (path / iteration / ".metadata").touch()

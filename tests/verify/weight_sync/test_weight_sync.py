@@ -40,7 +40,6 @@ def send(
     recorded: Mapping[str, Tensor],
     arrived: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """One update: what the trainer records, and what arrives where that is something else."""
     for name, tensor in recorded.items():
         check.record(name, tensor)
     for engine in engines:

@@ -18,7 +18,6 @@ NAME, TP = "glm4_moe", 2
 
 
 def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[str, dict[str, Any]]:
-    """What comes of recording each whole update at an engine that is in these states."""
     now = 0
 
     def answer(asked: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:

@@ -49,7 +49,6 @@ LAYOUTS |= {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(name)`: a directory with a test model as `hf`, `gpt` and `hybrid`. Read only."""
     root = tmp_path_factory.mktemp("hybrid")
 
     def make(name: str) -> Path:

@@ -28,7 +28,6 @@ needs_loader = pytest.mark.skipif(
 
 @pytest.fixture
 def root(fresh_megatron: PathOf) -> Path:
-    """A copy of the Megatron checkpoint to break."""
     return fresh_megatron("qwen2-untied")
 
 

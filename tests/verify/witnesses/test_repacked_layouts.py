@@ -122,7 +122,6 @@ def test_a_layer_is_compared_by_its_products(symmetric: bool, fault: str | None)
 
 @pytest.mark.parametrize("form", ["plain", "int4", "fp8"])
 def test_what_latent_attention_absorbs_is_compared(form: str) -> None:
-    """Two heads of 12 rows of keys and 20 of values, each of 128 latent inputs."""
     layer, meant = module(weight=weight(64, 128)), weight(64, 128)
     if form == "int4":
         layer, meant = packed()

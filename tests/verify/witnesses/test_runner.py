@@ -20,8 +20,6 @@ from ckptkit.verify.witnesses.runner import Answer, last_words, read_answer
 
 @dataclass(frozen=True)
 class Found:
-    """A report."""
-
     number: int
 
 

@@ -44,7 +44,6 @@ def content(*groups: Mapping[str, Any], form: str = "pack-quantized", ignore: It
 
 
 def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quantized:
-    """The wanted matrices in FP8 with a scale a row, by a formula of its own."""
     found: Quantized = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or not wanted(name):

@@ -174,7 +174,6 @@ STOPS = "--rollout-stop-token-ids"
 
 @pytest.fixture
 def engine(releases: PathOf, tmp_path: Path) -> Path:
-    """A directory of 320 tokens, with a tokenizer and a chat template."""
     root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     words = {f"w{number}": number for number in range(300)}
     (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
@@ -184,7 +183,6 @@ def engine(releases: PathOf, tmp_path: Path) -> Path:
 
 
 def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
-    """Status of CK724, None where it does not apply, and its findings."""
     report = preflight(root, arguments=words)
     status = next((check.status for check in report.checks if check.code == "CK724"), None)
     return status, [finding for finding in report.findings if finding.code == "CK724"]

@@ -17,7 +17,6 @@ def launched(hf: Path, *words: str, backend: str = "fsdp") -> Report:
 
 
 def saved(root: Path, tracker: str = "20") -> Path:
-    """A directory in which miles' FSDP trainer saved iteration 20."""
     (root / "iter_0000020" / "model").mkdir(parents=True)
     (root / "iter_0000020" / "model" / ".metadata").write_bytes(b"")
     (root / "latest_checkpointed_iteration.txt").write_text(tracker)

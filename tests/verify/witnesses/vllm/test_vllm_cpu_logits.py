@@ -28,7 +28,6 @@ Found = tuple[Answer, list[Tensor]]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
-    """Asks vLLM for a model, and for others of those that are asked for with it."""
     names, known = sorted(collected(request, "name")), dict[str, Found]()
 
     def answer(name: str) -> Found:
@@ -41,7 +40,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ask(names: Iterable[str], root: Path) -> dict[str, Found]:
-    """Saves the models, and asks for all of them."""
     expected = {name: saved(name, root / "models" / name) for name in names}
     (root / "answers").mkdir()
     paths = {name: root / "models" / name for name in expected}
@@ -63,7 +61,6 @@ def saved(name: str, path: Path) -> list[Tensor]:
 
 
 def gap(answer: Answer, expected: Tensor) -> float:
-    """The largest difference; engines pad the vocabulary."""
     assert isinstance(answer, Tensor), answer
     return float((answer[..., : expected.shape[-1]] - expected).abs().max())
 
