@@ -11,7 +11,6 @@ from threading import Thread
 
 import pytest
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub._local_folder import read_download_metadata
 from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
 from hypothesis import given, settings
@@ -141,13 +140,6 @@ def test_a_link_to_a_copy_of_the_whole_cache_is_judged_as_the_cache(
     shutil.copytree(tmp_path / "cache", tmp_path / "copied", symlinks=True)
     (tmp_path / "model").symlink_to(tmp_path / "copied" / "models--org--model" / "snapshots" / SHA)
     assert f"hf download {MODEL} " in only(verify(tmp_path / "model")).hint
-
-
-def test_the_cache_answers_for_itself(releases: PathOf, tmp_path: Path) -> None:
-    """The layout of the tests is that of the client: it finds its own files there."""
-    path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
-    assert try_to_load_from_cache(MODEL, "config.json", cache_dir=tmp_path / "cache") == str(path / "config.json")
-    assert set(downloads_in(path)) == {file.name for file in releases(NAME).iterdir()}
 
 
 def test_every_file_differs_as_with_names_of_a_mirror(releases: PathOf, tmp_path: Path) -> None:

@@ -250,16 +250,6 @@ def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alo
     assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
 
-def test_a_tokenizer_of_another_model_is_called_that(pair: tuple[Path, Path], alone: RunAlone) -> None:
-    here, source = pair
-    vocab = {f"x{number}": number for number in range(200)} | {f"w{number}": number + 1 for number in range(100)}
-    write(here, "tokenizer.json", tokenizer(model={"type": "BPE", "vocab": vocab}))
-    (finding,) = alone("CK708", here, source_path=source)[1]
-    assert (finding.severity, finding.count) == ("error", 550)  # 250 are missing, 100 moved, 200 new
-    assert finding.actual == text_with("250 352 tokens")
-    assert "100 have other ids ('w0' 1, not 0)" in finding.actual
-
-
 def test_a_tokenizer_that_only_one_side_has(pair: tuple[Path, Path], alone: RunAlone) -> None:
     """The template of the source is in another of its files, and lost with it."""
     here, source = pair

@@ -19,7 +19,6 @@ from ckptkit.verify.launch.settings.files import compose
 from ckptkit.verify.launch.settings.tree import read_yaml
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.words import LaunchText
-from ckptkit.verify.triage.triage import triage
 
 TRAIN = "\npython3 train.py --load /ckpt --hf-checkpoint /hf $A\n"
 DOUBLED = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40
@@ -84,25 +83,6 @@ def test_script_that_is_no_text_is_read_or_refused(tmp_path: Path) -> None:
     script.write_bytes(os.urandom(100_000))
     with pytest.raises(CkptkitError):
         read_script(script)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "huge file", "device"])
-def test_launch_input_that_never_ends_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "input.yaml"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.touch()
-        os.truncate(path, 1 << 40)
-    why = "named pipe|device|[0-9]+ bytes.* at most"
-    for use in (read_script, read_yaml, lambda one: preflight(script=one)):
-        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
-            use(path)
-    if kind != "huge file":
-        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
-            triage([path])
 
 
 def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) -> None:

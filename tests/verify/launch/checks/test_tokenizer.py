@@ -103,16 +103,6 @@ def test_another_template_or_special_token_is_a_warning(
     assert finding.actual.startswith(actual)
 
 
-def test_sentencepiece_models_are_compared_by_their_bytes(sides: tuple[Path, Path]) -> None:
-    for side in sides:
-        (side / "tokenizer.json").unlink()
-        (side / "tokenizer.model").write_bytes(b"one")
-    assert found(sides) == []
-    (sides[1] / "tokenizer.model").write_bytes(b"two")
-    (finding,) = found(sides)
-    assert (finding.severity, finding.expected) == ("error", "the tokenizer.model of --hf-checkpoint")
-
-
 def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_error(sides: tuple[Path, Path]) -> None:
     engine, _ = sides
     (engine / "tokenizer.json").unlink()
