@@ -23,7 +23,6 @@ INSTALL = "pip install '.[convert]' in a checkout"
 
 
 def closure(texts: list[str]) -> Iterator[str]:
-    """The distributions that these requirements bring."""
     waiting, seen = list(texts), set[str]()
     while waiting:
         found = Requirement(waiting.pop())

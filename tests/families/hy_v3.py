@@ -47,7 +47,6 @@ def mtp_layer(config: Any, number: int) -> nn.Module:
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with experts that differ more."""
     return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
 
 

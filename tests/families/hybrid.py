@@ -74,7 +74,6 @@ def wide_state(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the language model."""
     return getattr(model.config, "text_config", model.config)
 
 

@@ -55,7 +55,6 @@ def reused_layers(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> 
 
 
 def _copy(output: Any) -> Any:
-    """What follows may write into it. Hidden states, or of layers other than Mamba's these and a context."""
     if isinstance(output, Tensor):
         return output.clone()
     hidden, context = output

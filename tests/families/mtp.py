@@ -28,7 +28,6 @@ def next_tokens(tokens: Tensor) -> Tensor:
 
 
 def rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis."""
     return nn.functional.rms_norm(tensor, weight.shape, weight, eps)
 
 
@@ -125,8 +124,6 @@ def reference(
 
 
 def mimo_added(count: int) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """The tensors of MiMo's MTP layers."""
-
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         hidden = model.config.hidden_size
@@ -210,7 +207,6 @@ def promising(path: Path, layers: int) -> Path:
 
 
 def glm4_moe() -> PretrainedConfig:
-    """GLM-4.5."""
     return Glm4MoeConfig(
         **SIZES,
         **MOE,

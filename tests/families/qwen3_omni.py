@@ -47,7 +47,6 @@ class Thinker:
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
         return Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, dtype=dtype)
 
 

@@ -84,12 +84,10 @@ def engines(cases: Mapping[str, Case]) -> Iterator[str]:
 
 
 def in_markdown(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ("---",) * len(head), *lines])
 
 
 def table() -> str:
-    """The table of families."""
     return in_markdown(HEAD, rows())
 
 
@@ -113,7 +111,6 @@ def write(document: Path, content: str) -> None:
 
 
 def main() -> None:
-    """Writes both."""
     write(DOCUMENT, table())
     write(NEW_FAMILY, fields_table())
 

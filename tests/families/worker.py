@@ -48,7 +48,6 @@ def ask(hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answe
 
 
 def main() -> None:
-    """The files of question and answer."""
     from support.megatron_layers import compute_layers
 
     from ckptkit.converters.megatron.parallel import ParallelSizes

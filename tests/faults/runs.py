@@ -55,7 +55,6 @@ class Server:
     def run(
         self, words: Sequence[object], cwd: Path, fault: Injection | None = None, given: Surroundings | None = None
     ) -> Done:
-        """Runs `ckptkit WORDS`."""
         given = given or Surroundings()
         out, err = self._logs / "stdout", self._logs / "stderr"
         for file in (out, err):

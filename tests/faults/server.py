@@ -41,7 +41,6 @@ _PR_SET_KEEPCAPS, _CAP_DAC_READ_SEARCH = 8, 2
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
     shim = ctypes.CDLL(sys.argv[1])
     shim.fault_clock.argtypes = [ctypes.c_longlong]
     for name in _IMPORTS:

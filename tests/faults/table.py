@@ -22,7 +22,6 @@ def table() -> str:
 
 
 def parts() -> tuple[str, str, str]:
-    """The page before its table, the table, and the page after it."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     found, _, after = rest.partition(END)
     return before, found, after

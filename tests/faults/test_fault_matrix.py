@@ -59,7 +59,6 @@ class Place:
         return work.parent / "changing", content(work)
 
     def whole(self, verb: str) -> Content:
-        """What an undisturbed run leaves."""
         if verb not in self.expected:
             cell = Cell("none", verb, "", WHOLE, 0)
             folder = Path(tempfile.mkdtemp(dir=self.root))

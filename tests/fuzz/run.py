@@ -22,7 +22,6 @@ _VALUES: list[Any] = [
 
 
 def main() -> int:
-    """Runs what the command line asks for. Returns 1 where a target crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", help="one target, in this process")
     parser.add_argument("--minutes", type=float, default=16, help="shared by all targets")

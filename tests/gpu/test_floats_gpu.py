@@ -25,7 +25,6 @@ NAMES = ["first", "second", "third"]
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have one dtype and the same bits."""
     left, right = left.cpu().reshape(-1), right.cpu().reshape(-1)
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 

@@ -78,7 +78,6 @@ def run_scripts(
 
 
 def main() -> None:
-    """The folder with job.json."""
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     from interop.cpu import pretend_gpu

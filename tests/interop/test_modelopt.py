@@ -23,7 +23,6 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the worker writes of these weights."""
     folder = tmp_path_factory.mktemp("modelopt")
     plain = {name: weight for dtype in DTYPES for name, weight in weights(dtype).items()}
     save_file(plain, folder / "plain.safetensors")

@@ -68,7 +68,6 @@ def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pyte
 
 
 def ckptkit_scheme() -> Any:
-    """INT4 in groups of 32."""
     from ckptkit.quant.schemes.w4a16 import int4_scheme
 
     return int4_scheme(group_size=32)

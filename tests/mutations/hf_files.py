@@ -200,7 +200,6 @@ def config(path: Path, place: str, values: Mapping[str, Any]) -> None:
 
 
 def rope(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """Rotary settings in the spelling of transformers v5."""
     edit_json(path / "config.json", lambda content: content["rope_parameters"].update(values))
 
 

@@ -33,7 +33,6 @@ def packed(modules: Sequence[str]) -> Damage:
 
 
 def unpack(path: Path, modules: Sequence[str]) -> None:
-    """Puts weights back to BF16."""
     plain = {}
     for module in modules:
         words, scale, shape = (tensor(path, f"{module}.{part}") for part in PARTS)
@@ -57,8 +56,6 @@ def quantization(path: Path, place: str, values: Mapping[str, Any]) -> None:
 
 
 def weights(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """The arguments of the weights in quantization_config."""
-
     def change(config: Any) -> None:
         config["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
 

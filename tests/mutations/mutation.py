@@ -116,7 +116,6 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
 
 
 def runs(mutations: Iterable[Mutation]) -> list[Run]:
-    """Every mutation with every checkpoint that it is for."""
     return [(mutation, label) for mutation in mutations for label in mutation.on]
 
 

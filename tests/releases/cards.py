@@ -61,7 +61,6 @@ _PER_TENSOR = 1000
 
 
 def file_of(model: str) -> Path:
-    """The page of a model."""
     return FOLDER / f"{model.partition('/')[2]}.md"
 
 

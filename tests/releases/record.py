@@ -30,7 +30,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * ELEMENT[self.dtype]
 
 
@@ -73,7 +72,6 @@ class Release:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors_in_order)
 
 
@@ -106,14 +104,12 @@ def _unfolded_lists(value: Any) -> Any:
 
 
 def load(model: str) -> Release:
-    """The record of a model, by its id on the hub."""
     content = json.loads((RECORDS / f"{model.replace('/', '--')}.json").read_text())
     config = _unfolded_lists(content.pop("config"))
     return Release(**content, config=config)
 
 
 def models() -> Sequence[str]:
-    """Ids of all models that have a record."""
     return sorted(path.stem.replace("--", "/", 1) for path in RECORDS.glob("*.json"))
 
 

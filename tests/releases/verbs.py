@@ -98,7 +98,6 @@ def collecting_as_the_command_line_does() -> Iterator[None]:
 
 
 def text_config(release: Release) -> dict[str, Any]:
-    """The config of the language model."""
     return dict(release.config.get("text_config") or release.config)
 
 

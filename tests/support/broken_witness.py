@@ -45,7 +45,6 @@ def _planted(chunks: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    """Runs the rank, broken."""
     build = witness_megatron.build_chunks
     if HOW == "own":
         witness_megatron.Position.here = _defect

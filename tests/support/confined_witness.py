@@ -14,7 +14,6 @@ _TELL = "CKPTKIT_TEST_TELL_PATH"
 
 
 def main() -> None:
-    """Does what the job asks."""
     if _TELL in os.environ:
         print(_path())
         return

@@ -22,7 +22,6 @@ ENVIRONMENT = {"HOME": "/home/me"}
 
 
 def overrides(number: int) -> list[str]:
-    """The overrides of this number."""
     return text_of(Path(__file__).with_suffix(".txt"), number, {"value": "x"}).split(" ;; ")
 
 
@@ -64,7 +63,6 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as its reader takes it: a number by its size, a truth by its name."""
     text = "null" if value is None else str(value)
     if text.lower() in ("true", "false", "null"):
         return text.lower()

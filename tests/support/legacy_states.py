@@ -24,7 +24,6 @@ def loaded(path: Path) -> State:
 
 
 def rewrite(root: Path, change: Callable[[State], None], *names: str) -> None:
-    """Changes what these ranks (all without names) saved."""
     for name, path in rank_files(root).items():
         if not names or name in names:
             state = loaded(path)

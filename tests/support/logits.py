@@ -38,7 +38,6 @@ def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tu
 
 
 def distance(logits: Tensor, exact: Tensor) -> Tensor:
-    """The mean difference; engines pad the vocabulary."""
     return (logits[..., : exact.shape[-1]] - exact).abs().mean()
 
 

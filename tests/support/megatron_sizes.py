@@ -55,7 +55,6 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
 
 
 def main() -> None:
-    """The folder with the input."""
     from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()

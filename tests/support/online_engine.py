@@ -39,7 +39,6 @@ except RuntimeError:
 
 
 def start(model: Path) -> Any:
-    """An engine that serves this directory."""
     import sglang
 
     return sglang.Engine(
@@ -91,7 +90,6 @@ def send(engine: Any, bucket: Bucket, loader: str | None = None) -> None:
 
 
 def update(engine: Any, online: OnlineQuantizer, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """One whole update, quantized on the GPU."""
     send(engine, [], BEGIN)
     for bucket in online.stream((name, tensor.cuda()) for name, tensor in weights):
         send(engine, bucket)
@@ -99,7 +97,6 @@ def update(engine: Any, online: OnlineQuantizer, weights: Iterator[tuple[str, Te
 
 
 def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterator[tuple[str, Any]]:
-    """Every step's name and result."""
     bf16 = Path(order["bf16"])
     online = OnlineQuantizer(HfCheckpoint(order["int4"]).config, order["int4"])
     engine = start(Path(order["int4"]))

@@ -43,7 +43,6 @@ class Block:
 
     @property
     def commands(self) -> Iterator[str]:
-        """Its lines, continued ones as one; in a transcript those behind a prompt."""
         lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
         if self.kind == "console":
             return (line.removeprefix("$ ") for line in lines if line.startswith("$ "))

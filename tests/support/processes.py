@@ -27,7 +27,6 @@ def python(*words: object, given: str = "", **variables: str) -> subprocess.Comp
 
 
 def ckptkit(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line with these arguments."""
     return python("-m", "ckptkit", *arguments, **variables)
 
 

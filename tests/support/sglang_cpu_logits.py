@@ -50,7 +50,6 @@ class Memory:
 
 
 def logits_of(model: Any, prompts: Tensor) -> Tensor:
-    """Logits [prompts, tokens, vocabulary] of a loaded SGLang model."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context

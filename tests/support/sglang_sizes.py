@@ -42,6 +42,5 @@ def widened(name: str) -> Case:
 
 
 def sizes_of(name: str, text: Any) -> Mapping[str, int]:
-    """The sizes for a model's text config."""
     attention = _SIZES["latent"] if hasattr(text, "kv_lora_rank") else OWN.get(name, ATTENTION)
     return {**MLP, **_SIZES["linear_attention"], **attention}

@@ -26,7 +26,6 @@ FILES = {
 
 
 def script(number: int) -> str:
-    """The script of this number: the same one at every call."""
     return text_of(Path(__file__).with_suffix(".txt"), number, {"statement": ":"})
 
 

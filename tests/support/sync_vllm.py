@@ -48,8 +48,6 @@ def ways(path: Path) -> Sequence[str]:
 
 
 class Engine:
-    """A `vllm.LLM`, and the check of what it was sent."""
-
     def __init__(self, path: Path, stages: int) -> None:
         import vllm
 
@@ -72,7 +70,6 @@ class Engine:
         self.renew()
 
     def renew(self) -> None:
-        """A check that knows nothing yet."""
         self.check = WeightSyncCheck(self.llm.collective_rpc, program="vllm")
 
     def deliver(self, way: str, sent: Weights) -> None:

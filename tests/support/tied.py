@@ -29,7 +29,6 @@ def with_head(release: Path, path: Path, name: str, change: Tensor | None = None
 
 
 def add(path: Path, name: str, tensor: Tensor) -> None:
-    """Adds a tensor to the first shard of an HF directory, and to its index."""
     file = sorted(path.glob("*.safetensors"))[0]
     save_file(load_file(file) | {name: tensor}, file, metadata={"format": "pt"})
     if (path / INDEX).exists():

@@ -57,7 +57,6 @@ def _contents() -> tuple[Tensors, str]:
 
 
 def dense() -> Tensors:
-    """Every tensor of the model, dequantized, by transformers' names."""
     return _contents()[0]
 
 

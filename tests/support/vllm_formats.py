@@ -52,7 +52,6 @@ ROWS = ("rows", "rows with zero points")
 
 
 def labels(models: Iterable[str], forms: Iterable[str] = FORMATS) -> list[str]:
-    """Every format of these models."""
     return [f"{model}, {form}" for model in models for form in forms]
 
 

@@ -83,7 +83,6 @@ def row(found: Mapping[int, Any], size: int) -> Tensor:
 
 
 def log_probs(path: str, settings: Mapping[str, Any], length: int) -> Tensor:
-    """Those of one model, in this process."""
     import vllm
 
     on_gpu = {**ON_GPU, "additional_config": {"gdn_prefill_backend": "triton"}}

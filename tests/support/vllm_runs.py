@@ -38,7 +38,6 @@ _KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
 
 
 def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
-    """All but what matches."""
     return ((name, tensor) for name, tensor in weights if not pattern.fullmatch(name))
 
 

@@ -35,7 +35,6 @@ def write(file: Path, content: str | bytes | None = None) -> None:
 
 
 def write_files(folder: Path, *names: str) -> None:
-    """Writes whole files of these names."""
     for name in names:
         write(folder / name)
 

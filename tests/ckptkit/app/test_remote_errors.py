@@ -29,6 +29,7 @@ from ckptkit.verify.launch.preflight import preflight
 
 
 def reading(url: str) -> None:
+    """Opens a URL as a source."""
     with opened(url):
         pass
 
