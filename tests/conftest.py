@@ -3,8 +3,6 @@
 What imports torch is imported where it is used: the process that starts those that test waits for this module.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`make audit`: the exit code is pip-audit's own, and a service that cannot be reached is not a clean result."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

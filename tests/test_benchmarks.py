@@ -3,8 +3,6 @@
 They measure and judge nothing, and each starts many processes: most run nightly, and are only imported otherwise.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is handed out: wheel and sdist, the same bytes from every clone, and what the Containerfile builds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -36,7 +34,6 @@ def git(*words: object) -> None:
 
 
 def build(clone: Path, umask: int) -> dict[str, bytes]:
-    """What `make dist` makes of a clone, by name."""
     command = [sys.executable, ".ci/dist.py", "made here"]
     done = subprocess.run(command, cwd=clone, umask=umask, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -158,7 +155,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def given(text: str) -> str:
-    """The text with its arguments replaced by their defaults."""
     return re.sub(r"\$\{(\w+)\}", lambda found: DEFAULTS[found[1]], text)
 
 
@@ -179,12 +175,6 @@ def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
         "LICENSE",
         PROJECT["project"]["readme"],
     }
-
-
-def test_install_command_is_that_of_readme() -> None:
-    installs = [line for line in of("RUN") if line.startswith("pip ")]
-    assert installs == ["pip install -c constraints.txt .[convert]"]
-    assert f"`{installs[0]}`" in (ROOT / "README.md").read_text()
 
 
 def test_command_line_is_run_by_a_user_who_is_not_root() -> None:

@@ -1,7 +1,5 @@
 """lab/failures.md is what verify prints now, and fits the terminal that it speaks of."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

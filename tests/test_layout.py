@@ -1,7 +1,5 @@
 """No two files import each other; `make lint` holds the layers (import-linter, pyproject.toml)."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """`pip install .` alone: verbs that read headers and files run without torch, transformers and what comes with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -25,7 +23,6 @@ INSTALL = "pip install '.[convert]' in a checkout"
 
 
 def closure(texts: list[str]) -> Iterator[str]:
-    """The distributions that these requirements bring."""
     waiting, seen = list(texts), set[str]()
     while waiting:
         found = Requirement(waiting.pop())

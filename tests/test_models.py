@@ -1,7 +1,5 @@
 """The models that tests compare with can tell their matrices apart by shape alone."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands of README and docs/ run as the pages say, on small models, or the page says why they do not run here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -20,7 +18,7 @@ from releases.record import load
 from support import models
 from support.deltas import publish_chain
 from support.fake_hub import fake_hub
-from support.page_blocks import BLOCKS, PAGES, ROOT, Block, Shell, bash
+from support.page_blocks import BLOCKS, PAGES, Block, Shell, bash
 from support.remote_servers import Bucket, s3_server, use_s3
 from transformers import Qwen3MoeConfig
 
@@ -66,7 +64,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pages share what `convert` and `quantize` wrote."""
     return tmp_path_factory.mktemp("store")
 
 
@@ -94,7 +91,6 @@ def hub(request: pytest.FixtureRequest, tiny: Path, monkeypatch: pytest.MonkeyPa
 
 
 def blocks(page: str, section: str = "") -> list[Block]:
-    """The blocks of a page, or of one of its sections, that the tests run."""
     found = [block for block in BLOCKS if (block.page, block.mark) == (page, "run") and section in ("", block.section)]
     assert found
     return found
@@ -129,20 +125,6 @@ def test_every_block_is_text_or_runs_or_says_why_not() -> None:
     # Of a line that begins as a command does in a block of text, nobody would know whether it is right.
     commands = re.compile(r"^(?:\$ |(?:pip|make|python3?|hf|ray) )", re.M)
     assert [block for block in BLOCKS if block.kind == "text" and commands.search(block.text)] == []
-
-
-def test_tests_that_pages_name_are_there() -> None:
-    path = re.compile(r"\btests/[a-z0-9_/]+(?:\.py\b|/(?!\w))")
-    named = {(page, name) for page in PAGES for name in path.findall(page.read_text())}
-    assert len(named) > 20
-    assert sorted(f"{page.name}: {name}" for page, name in named if not (ROOT / name).exists()) == []
-
-
-def test_every_page_with_commands_to_run_is_run_by_a_test() -> None:
-    assert {block.page for block in BLOCKS if block.mark == "run"} == {
-        "README.md",
-        *(f"docs/{name}.md" for name in ("convert", "index", "jobs", "lint", "verify")),
-    }
 
 
 @pytest.mark.parametrize("hub", ["HuggingFaceTB/SmolLM2-135M-Instruct"], indirect=True)

@@ -14,7 +14,6 @@ import pytest
 from mutations import MUTATIONS
 from support.page_blocks import BLOCKS, ROOT
 
-from ckptkit import hooks
 from ckptkit.app.cli import cli
 from ckptkit.app.cli.verb import VERBS
 from ckptkit.verify.core.check import all_checks
@@ -105,12 +104,6 @@ def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
     assert verb in VERBS
     given = words[: words.index("--") if "--" in words else None]
     assert {word for word in given if word.startswith("--")} <= options_of(verb)
-
-
-def test_rows_name_hooks_that_exist() -> None:
-    named = [name for row in _ROW.finditer(TEXT) for name in re.findall(r"`ckptkit\.hooks\.(\w+)`", row["job"] or "")]
-    assert len(named) >= 3
-    assert all(callable(getattr(hooks, name)) for name in named)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"S{row.number}")

@@ -1,7 +1,5 @@
 """SECURITY.md states the bounds that the code has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a command does not need it does not import: in a run of a second or two, imports are most of the time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ from families import CASES
 from releases.header_only import write
 from releases.record import load
 from support.fixture_types import PathOf
-from support.launch_scripts import write_headers, write_launch
 from support.megatron_saves import SAVES
 from support.processes import python
 
@@ -40,7 +37,6 @@ for command in json.loads(sys.argv[1]):
 
 
 def loaded(*commands: list[str]) -> list[set[str]]:
-    """The modules that a process has after each of these commands."""
     done = python("-c", RUN, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stderr.splitlines()]
@@ -114,26 +110,6 @@ def test_verbs_that_read_headers_import_no_torch(
         ["inspect", torch_dist, "--json"],
         ["inspect", str(saved / legacy), "--hf", str(releases(SAVES[legacy][0]))],
         ["preflight", "--hf-checkpoint", hf, "--ref-load", torch_dist],
-    )
-
-
-def test_preflight_of_launches_imports_no_torch_and_no_hydra(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
-    """A YAML file of NeMo-RL, and a script for DeepSeek V3 with its 91,991 tensors."""
-    file = tmp_path / "job.yaml"
-    checkpoint = f"{{path: {converted('qwen3_moe')}, format: megatron_lm}}"
-    sizes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-    megatron = ", ".join(f"{name}_parallel_size: 1" for name in sizes)
-    file.write_text(
-        f"policy:\n  model_name: {releases('qwen3_moe')}\n  pretrained_checkpoint: {checkpoint}\n"
-        f"  megatron_cfg: {{enabled: true, {megatron}}}\ncluster: {{num_nodes: 1, gpus_per_node: 8}}\n"
-    )
-    script = write_launch(tmp_path, "deepseek_v3", write_headers(tmp_path / "hf", "deepseek_v3"))
-    without_torch(
-        {"verify.launch.stacks.nemo_rl", "formats.torch_dist.reader", "verify.launch.shell.run"},
-        ["preflight", str(file)],
-        ["preflight", str(script), "--json"],
     )
 
 

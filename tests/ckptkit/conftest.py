@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a running S3 server."""
     from support.remote_servers import s3_server
 
     with s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
@@ -39,7 +38,6 @@ def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
 
 @pytest.fixture(scope="session")
 def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An HF directory of three shards. Read only."""
     from support import models
 
     root = tmp_path_factory.mktemp("small") / "qwen"
@@ -49,7 +47,6 @@ def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stored(small_release: Path, bucket: Bucket) -> str:
-    """The URL of that release in the bucket."""
     bucket.put_directory(small_release, "models/qwen")
     return bucket.url("models/qwen")
 

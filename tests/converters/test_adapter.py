@@ -1,7 +1,5 @@
 """LoRA adapters that PEFT itself saves, merged: bit for bit what PEFT merges in float32."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +72,6 @@ def test_pairs_of_single_experts_are_merged_into_the_tensor_of_all(
 
 
 def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], Path], tmp_path: Path) -> None:
-    """HF stays HF, also in INT4, and Megatron becomes HF, with the values that PEFT merges."""
     path = adapters("fused experts")
     adapter = path / "adapter"
     convert(path / "base", tmp_path / "hf", merge=adapter)

@@ -1,7 +1,5 @@
 """`architectures` is read: a draft model, a classifier or an encoder is not a language model of its `model_type`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

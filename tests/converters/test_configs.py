@@ -1,7 +1,5 @@
 """What config.json means, and what is refused by name: the rows of configs.toml, whose head explains them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -89,7 +87,6 @@ def test_a_key_with_one_value_in_all_releases_has_no_other() -> None:
 
 
 def test_values_that_readers_cannot_agree_on_are_named() -> None:
-    """By the row's words, or by key or value."""
     for model, changes, words in rows("refused"):
         said = refusal(changed(model, changes))
         shown = [text for key, value in changes.items() for text in (key.split(".")[-1], str(value))]

@@ -1,7 +1,5 @@
 """DeepSeek-V4: the names, dtypes and formats of its releases, and saves that are others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ def release(releases: PathOf) -> Path:
 
 @pytest.fixture(scope="module")
 def published(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release with its weights in FP8 and MXFP4."""
     path = tmp_path_factory.mktemp("v4") / "published"
     return floats.write(releases("deepseek_v4"), path, floats.DEEPSEEK_V4, is_quantized)
 
@@ -39,7 +36,6 @@ def is_quantized(name: str) -> bool:
 
 
 def findings(path: Path, **options: Any) -> list[tuple[str, str, str]]:
-    """Code, severity and tensor of each finding."""
     return [(one.code, one.severity, str(one.tensor)) for one in verify(path, **options).findings]
 
 

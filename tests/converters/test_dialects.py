@@ -1,7 +1,5 @@
 """Names in slime's dialect, as its modules and exporters have them, and the same release again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

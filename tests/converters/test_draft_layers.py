@@ -1,7 +1,5 @@
 """Draft layers of Step-3.5 and GLM-5.3-Flash, which their releases have and saves leave out; their FP8 releases."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +29,6 @@ def test_routers_of_step_are_those_of_the_layers_with_experts() -> None:
 
 
 def test_output_layers_of_drafts_need_not_be_that_of_the_model(releases: PathOf, copy_of: CopyOf) -> None:
-    """Nothing is taken for a copy of lm_head, and a change in one is found."""
     source, draft = releases("step3p5"), "model.layers.12.transformer.shared_head.output.weight"
     head = models.tensors(source)["lm_head.weight"]
     assert not head.equal(models.tensors(source)[draft])

@@ -4,8 +4,6 @@ A round trip cannot see a mapping that is wrong in both directions, but logits c
 To show it, each rule is made wrong in every way.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Linear attention: its parts and dtypes on disk, and what ranks of real Megatron hold and save of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -72,7 +70,6 @@ def test_a_norm_that_would_be_rounded_is_refused(release: Path, copy_of: CopyOf,
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-Next, its release beside it."""
     require_megatron()
     path = tmp_path_factory.mktemp("next") / "megatron"
     save("hybrid", small(CASES["qwen3_next"], 4), path.with_name("release"), torch.bfloat16)

@@ -3,8 +3,6 @@
 The logits are those of Megatron's own HybridModel (MambaModel before megatron-core 0.18), loaded strictly.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 

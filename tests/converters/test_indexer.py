@@ -3,8 +3,6 @@
 That Megatron's own indexer chooses the tokens that transformers' chooses, its logits show in test_families.py.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path

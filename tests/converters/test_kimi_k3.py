@@ -1,7 +1,5 @@
 """Kimi K3: what its release has and its config does not say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,7 +25,6 @@ def release(releases: PathOf) -> Path:
 
 
 def changed(path: Path, place: int, value: float) -> Path:
-    """With another value in `A_log` of one layer."""
     state = models.tensors(path)[STATE].clone()
     state[place] = value
     models.edit(path, STATE, state)

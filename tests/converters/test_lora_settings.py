@@ -1,9 +1,4 @@
-"""Each field of adapter_config.json: what it makes of a merge is PEFT's, bit for bit, or it is refused by name.
-
-PEFT itself merges each adapter in float32, over a model of three layers.
-"""
-
-from __future__ import annotations
+"""Each field of adapter_config.json: what it makes of a merge is PEFT's, bit for bit, or it is refused by name."""
 
 import dataclasses
 import json
@@ -87,7 +82,6 @@ def made(root: Path, **options: Any) -> Path:
 
 
 def edited(path: Path, target: Path, change: Change = dict, **config: Any) -> Path:
-    """A copy of an adapter with other tensors, and other fields."""
     shutil.copytree(path, target)
     save_file(change(load_file(path / WEIGHTS)), target / WEIGHTS)
     (target / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | config))
@@ -411,7 +405,6 @@ Q0_PAIR, K0 = f"2 x lora_B lora_A of {Q0}", "model.layers.0.self_attn.k_proj.wei
 def test_a_weight_of_a_merged_checkpoint_that_is_another_is_named(
     name: str, factor: float | None, options: dict[str, Any], words: list[str], root: Path, tmp_path: Path
 ) -> None:
-    """The base's own, or the merged one times a factor."""
     adapter, file = made(root, **options), tmp_path / "merged" / "model.safetensors"
     convert(root / "base", tmp_path / "merged", merge=adapter)
     tensors = load_file(file)

@@ -1,7 +1,5 @@
 """LoRA adapters as Megatron-Bridge saves them in torch_dist become PEFT's; what is not read is refused in words."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

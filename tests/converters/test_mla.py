@@ -1,7 +1,5 @@
 """Latent attention: the two names of its norms on disk, and what ranks of real Megatron hold and save."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Multi-token prediction (MTP): repeated tensors, and configs that say more or less than the weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

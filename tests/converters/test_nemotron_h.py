@@ -1,7 +1,5 @@
 """Nemotron-H: layers of one block each, which only Megatron's HybridModel holds. Expectations are written by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

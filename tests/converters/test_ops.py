@@ -1,7 +1,5 @@
 """Every op against expectations written by hand, with numbers that tell every row apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +29,6 @@ from ckptkit.core.errors import CkptkitError
 
 
 def rows(*numbers: int) -> Tensor:
-    """A matrix with two columns whose row r is [r, -r]."""
     column = torch.tensor(numbers)
     return torch.stack([column, -column], dim=1)
 
@@ -134,7 +131,6 @@ def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(dialect: st
 
 
 def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
-    """A shape, or why there is none."""
     try:
         return tuple(run())
     except CkptkitError as error:

@@ -1,7 +1,5 @@
 """The planner refuses what does not add up before a byte is read, and names values of a config that it cannot take."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,6 @@ def test_plan_of_unsupported_checkpoint_is_refused(
 
 @pytest.mark.parametrize("name", daily(CASES, OF_A_KIND))
 def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> None:
-    """For every rule of every family, before a byte is read."""
     config = config_of(CASES[name])
     specs = {key: TensorSpec(key, shape, "bfloat16") for key, shape in expected_hf(config).items()}
     firsts = {id(rule.mapping): next(iter(rule.hf)) for rule in reversed(list(rules_of(config)))}

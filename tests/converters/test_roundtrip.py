@@ -1,7 +1,5 @@
 """HF -> Megatron -> HF under other circumstances than those that test_families.py puts every family through."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import shutil

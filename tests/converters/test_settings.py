@@ -4,8 +4,6 @@ Megatron runs on the CPU in one process and takes float32 weights by name. Posit
 frequencies to turn.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

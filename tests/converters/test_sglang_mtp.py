@@ -3,8 +3,6 @@
 The reference is what Megatron is held against in test_families.py, and shows there when the two inputs change places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

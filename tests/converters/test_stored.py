@@ -1,7 +1,5 @@
 """Tensors that a release stores otherwise than transformers saves them, and saves that are not the release's."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

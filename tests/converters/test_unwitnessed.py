@@ -1,7 +1,5 @@
 """Families that no released Megatron loads: their HF side is whole, and Megatron's names are there for the asking."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -70,7 +68,6 @@ def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megat
 
 
 def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
-    """A clean copy, without a norm, with two layers exchanged, with another bit in a matrix, and with rounded state."""
     tensors = models.tensors(release)
     (norm,) = (name for name in tensors if re.search(r"layers\.5\.(post_attention_layernorm|ffn_norm)\.", name))
     outputs = [name for name in sorted(tensors) if re.search(r"layers\.\d+\.(self_attn\.o_proj|attn\.wq_b)\.", name)]

@@ -1,7 +1,5 @@
 """Test models of every family that converts, by name. test_families.py runs all its tests on each."""
 
-from __future__ import annotations
-
 from families import (
     bailing_moe,
     dsa,

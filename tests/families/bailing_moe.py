@@ -1,7 +1,5 @@
 """Ling 2.0, of which transformers has no class: GLM-4.5 computes the same, under other names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +72,6 @@ def with_names_of_release(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with experts that differ more."""
     return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
 
 

@@ -1,7 +1,5 @@
 """Models of which the installed transformers has no class: parameters under published names, which compute nothing."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +20,6 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def published(model: str) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of every tensor."""
     for kind, patterns in PUBLISHED[model].items():
         dtype, shape = kind.split()
         for name in (name for pattern in patterns for name in unfolded(pattern)):

@@ -1,7 +1,5 @@
 """What a test model of a family is, and how it is saved as a release would look."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -169,10 +167,8 @@ def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
 
 
 def tokens(length: int = 16) -> Tensor:
-    """Token ids [2, length]."""
     return torch.randint(0, SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(0))
 
 
 def far(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())

@@ -1,7 +1,5 @@
 """DeepSeek-V4 as it is released: under DeepSeek's own names, of which transformers' class saves none but the head's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

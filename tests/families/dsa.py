@@ -5,8 +5,6 @@ Attention sees 5 of up to 16 tokens, so a wrong choice of the indexer changes th
 Here it turns in pairs, as in SGLang and in the releases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -44,7 +42,6 @@ def glm_as_released(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with attention that is far from uniform, and an indexer that every one of its tensors decides."""
     return stronger(name, random(name, tensor, dtype))
 
 
@@ -100,7 +97,6 @@ def deepseek() -> PretrainedConfig:
 
 
 def glm(**sharing: Any) -> PretrainedConfig:
-    """GLM-5."""
     rope = {"rope_type": "default", "rope_theta": 1e6}
     return GlmMoeDsaConfig(
         **MLA, **INDEXER, **UNGROUPED, **sharing, n_shared_experts=1, first_k_dense_replace=3, rope_parameters=rope

@@ -1,7 +1,5 @@
 """K-EXAONE, whose dense multi-token prediction layer is only carried along."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

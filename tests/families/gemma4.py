@@ -1,7 +1,5 @@
 """Gemma 4 as text alone, with experts and a vision tower, and with an embedding for each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GLM-5.3-Flash, of which transformers has a class from 5.16 on. Nothing computes its logits."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -24,7 +22,6 @@ VISION |= {"intermediate_size": 40, "out_hidden_size": 128, "projection_intermed
 
 
 def config() -> Any:
-    """As the release's config.json, with the sizes of the test model."""
     content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
     content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
     return CONFIG(architectures=["Glm5NextForConditionalGeneration"], **content)

@@ -1,7 +1,5 @@
 """GPT-OSS, with its experts as every release has them: fused, transposed, gate and up taking turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -42,7 +40,6 @@ _LARGE = {
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As in every test model, but larger where a clamp, a sink or a bias has to show."""
     scale = next((scale for end, scale in _LARGE.items() if name.endswith("." + end)), None)
     return random(name, tensor, dtype) if scale is None else (scale * torch.randn(tensor.shape)).to(dtype)
 

@@ -1,7 +1,5 @@
 """Families with ordinary grouped-query attention: Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3, MiniMax-M2, Phi, Seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -81,7 +79,6 @@ class Fp32RouterBias:
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for module in model.modules():
             if isinstance(bias := getattr(module, "e_score_correction_bias", None), Tensor):

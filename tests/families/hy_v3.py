@@ -1,7 +1,5 @@
 """Hunyuan 3, whose releases name router, selection bias and shared expert otherwise than transformers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +47,6 @@ def mtp_layer(config: Any, number: int) -> nn.Module:
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with experts that differ more."""
     return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
 
 

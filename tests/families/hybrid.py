@@ -1,7 +1,5 @@
 """Qwen3-Next, Qwen3.5 and 3.6, with linear attention, gated attention and an MTP layer; and Qwen3-VL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -76,7 +74,6 @@ def wide_state(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the language model."""
     return getattr(model.config, "text_config", model.config)
 
 

@@ -1,7 +1,5 @@
 """Kimi K3, of which no released transformers has a class. Nothing computes its logits."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -28,7 +26,6 @@ VISION |= {"vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidd
 
 
 def config() -> Any:
-    """As the release's config.json, with the sizes of the test model."""
     content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
     content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
     return CONFIG(architectures=["KimiK3ForConditionalGeneration"], **content)

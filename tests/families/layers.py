@@ -1,7 +1,5 @@
 """Megatron's layers computed once and reused, as long as nothing before or in them has changed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,7 +55,6 @@ def reused_layers(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> 
 
 
 def _copy(output: Any) -> Any:
-    """What follows may write into it. Hidden states, or of layers other than Mamba's these and a context."""
     if isinstance(output, Tensor):
         return output.clone()
     hidden, context = output

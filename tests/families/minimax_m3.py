@@ -1,7 +1,5 @@
 """MiniMax-M3 as transformers saves it, which is under the names of the release."""
 
-from __future__ import annotations
-
 from transformers import AutoModelForImageTextToText, MiniMaxM3VLConfig
 
 from families.case import SIZES, Case

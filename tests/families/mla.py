@@ -1,7 +1,5 @@
 """Families with latent attention: DeepSeek V3, Moonlight, Kimi K2 and K2.5, GLM-4.7-Flash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +57,6 @@ def stronger(name: str, tensor: Tensor) -> Tensor:
 
 
 def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, but stronger."""
     return stronger(name, random(name, tensor, dtype))
 
 
@@ -89,7 +86,6 @@ def kimi() -> PretrainedConfig:
 
 
 def glm() -> PretrainedConfig:
-    """GLM-4.7-Flash."""
     return Glm4MoeLiteConfig(
         **MLA, **UNGROUPED, n_shared_experts=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )

@@ -7,8 +7,6 @@ MiMo's projection takes its inputs in the other order (the published `MiMoMTPLay
 (tests/converters/test_sglang_mtp.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +28,6 @@ def next_tokens(tokens: Tensor) -> Tensor:
 
 
 def rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis."""
     return nn.functional.rms_norm(tensor, weight.shape, weight, eps)
 
 
@@ -127,8 +124,6 @@ def reference(
 
 
 def mimo_added(count: int) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """The tensors of MiMo's MTP layers."""
-
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         hidden = model.config.hidden_size
@@ -212,7 +207,6 @@ def promising(path: Path, layers: int) -> Path:
 
 
 def glm4_moe() -> PretrainedConfig:
-    """GLM-4.5."""
     return Glm4MoeConfig(
         **SIZES,
         **MOE,

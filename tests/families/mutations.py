@@ -1,7 +1,5 @@
 """Wrong mappings, made from the right ones: whatever a family's rules are, each can be wrong in these ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 

@@ -4,8 +4,6 @@ transformers leaves MTP layers out. The reference for them is transformers' bloc
 with the projection that takes [embedding, hidden state], as SGLang's `NemotronHForCausalLMMTP` has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

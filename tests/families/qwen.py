@@ -1,7 +1,5 @@
 """Qwen2, Qwen3 MoE and Qwen2.5-VL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoModelForImageTextToText, PretrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3MoeConfig

@@ -1,7 +1,5 @@
 """Qwen3-Omni, whole and its thinker alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +47,6 @@ class Thinker:
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
         return Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, dtype=dtype)
 
 

@@ -1,7 +1,5 @@
 """Families with norms also after attention and MLP: GLM-4-0414 and Gemma 3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

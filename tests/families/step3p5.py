@@ -3,8 +3,6 @@
 The forward pass of the text model is in the equations of transformers 5.24, whose logits it has to 1e-6 (run by hand).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of docs/families.md and docs/architecture.md: `make families` writes them, tests compare them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -88,12 +86,10 @@ def engines(cases: Mapping[str, Case]) -> Iterator[str]:
 
 
 def in_markdown(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ("---",) * len(head), *lines])
 
 
 def table() -> str:
-    """The table of families."""
     return in_markdown(HEAD, rows())
 
 
@@ -117,7 +113,6 @@ def write(document: Path, content: str) -> None:
 
 
 def main() -> None:
-    """Writes both."""
     write(DOCUMENT, table())
     write(NEW_FAMILY, fields_table())
 

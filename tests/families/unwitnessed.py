@@ -1,7 +1,5 @@
 """Families that no released Megatron loads: transformers' own save is the truth of their names, shapes and dtypes."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -48,14 +46,12 @@ class WithoutKernels:
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
         for name in ("causal-conv1d", "mamba-ssm"):
             hub_kernels._KERNEL_MODULE_MAPPING.setdefault(name, ModuleType(name))
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def mixer_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `random`, with mixers that forget over some tokens."""
     if name.endswith(("A_log", "dt_bias")):
         return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
     return random(name, tensor, dtype)

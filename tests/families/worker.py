@@ -1,7 +1,5 @@
 """What real Megatron, in a process of its own, computes of one test model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +48,6 @@ def ask(hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answe
 
 
 def main() -> None:
-    """The files of question and answer."""
     from support.megatron_layers import compute_layers
 
     from ckptkit.converters.megatron.parallel import ParallelSizes

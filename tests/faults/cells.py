@@ -1,7 +1,5 @@
 """The matrix of faults: every cell is a run of a verb that meets a fault in a phase, and what must come of it."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from collections.abc import Iterator, Mapping

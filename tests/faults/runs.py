@@ -1,7 +1,5 @@
 """Runs of `ckptkit` with a fault, through `faults.server`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -57,7 +55,6 @@ class Server:
     def run(
         self, words: Sequence[object], cwd: Path, fault: Injection | None = None, given: Surroundings | None = None
     ) -> Done:
-        """Runs `ckptkit WORDS`."""
         given = given or Surroundings()
         out, err = self._logs / "stdout", self._logs / "stderr"
         for file in (out, err):

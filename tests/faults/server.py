@@ -4,8 +4,6 @@ Reads a JSON `Request` a line and answers each with a line: its exit code and ho
 must be preloaded. The process itself may neither compute nor start a thread, since it forks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib
@@ -43,7 +41,6 @@ _PR_SET_KEEPCAPS, _CAP_DAC_READ_SEARCH = 8, 2
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
     shim = ctypes.CDLL(sys.argv[1])
     shim.fault_clock.argtypes = [ctypes.c_longlong]
     for name in _IMPORTS:

@@ -1,7 +1,5 @@
 """The table of lab/faults.md, made of the cells: `python -m faults.table` writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from faults.cells import CELLS
@@ -24,7 +22,6 @@ def table() -> str:
 
 
 def parts() -> tuple[str, str, str]:
-    """The page before its table, the table, and the page after it."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     found, _, after = rest.partition(END)
     return before, found, after

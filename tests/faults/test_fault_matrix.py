@@ -1,7 +1,5 @@
 """Every cell of the matrix: a fault leaves the whole result or nothing, or a `.partial` from which --resume goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -62,7 +60,6 @@ class Place:
         return work.parent / "changing", content(work)
 
     def whole(self, verb: str) -> Content:
-        """What an undisturbed run leaves."""
         if verb not in self.expected:
             cell = Cell("none", verb, "", WHOLE, 0)
             folder = Path(tempfile.mkdtemp(dir=self.root))

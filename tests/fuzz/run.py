@@ -1,7 +1,5 @@
 """Runs the targets under atheris: `run.py` all of them, `run.py NAME` one in this process."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -24,7 +22,6 @@ _VALUES: list[Any] = [
 
 
 def main() -> int:
-    """Runs what the command line asks for. Returns 1 where a target crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", help="one target, in this process")
     parser.add_argument("--minutes", type=float, default=16, help="shared by all targets")

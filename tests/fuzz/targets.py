@@ -1,7 +1,5 @@
 """The parsers, each as a function of bytes that returns, or raises only what its caller expects of bad input."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

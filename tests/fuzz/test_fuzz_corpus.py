@@ -1,7 +1,5 @@
 """Every parser returns, or refuses in words, its corpus of fuzzing and the hostile files of all parsers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,9 +1,4 @@
-"""What others read in a file is what ckptkit reads, or it is refused for a reason that is named here.
-
-The targets of fuzzing hold that what ckptkit accepts is what others see. Here also what it refuses is looked at.
-"""
-
-from __future__ import annotations
+"""What others read in a file is what ckptkit reads, or it is refused for a reason that is named here."""
 
 import json
 import pickle
@@ -54,7 +49,6 @@ _REFUSED_JSON = re.compile(
 
 
 def _value(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """The text of a list or an object."""
     return st.one_of(
         st.lists(inner, max_size=3).map(lambda parts: f"[{','.join(parts)}]"),
         st.lists(st.builds('"{}": {}'.format, st.sampled_from("abc"), inner), max_size=3).map(

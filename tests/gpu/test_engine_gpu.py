@@ -1,7 +1,5 @@
 """`verify --update --release-resume --logits` with real engines on a GPU: sound models pass, broken ones do not."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

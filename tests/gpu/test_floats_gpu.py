@@ -1,7 +1,5 @@
 """FP8 on a GPU: the bytes of the CPU, and those of the Triton kernel by which trainers update an engine."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -27,7 +25,6 @@ NAMES = ["first", "second", "third"]
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have one dtype and the same bits."""
     left, right = left.cpu().reshape(-1), right.cpu().reshape(-1)
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
@@ -83,7 +80,6 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monk
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    """Of weights that share a scale, too."""
     torch.manual_seed(7)
     weights = [hard_weights(dtype, 320), (torch.randn(1000, 4096) * torch.rand(1000, 1)).to(dtype)]
     for weight in weights:

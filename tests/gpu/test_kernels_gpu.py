@@ -1,7 +1,5 @@
 """The CUDA kernel accepts and refuses what the CPU does, and writes the bytes that the formulas give there."""
 
-from __future__ import annotations
-
 import filecmp
 from pathlib import Path
 
@@ -112,7 +110,6 @@ def test_same_bytes_over_many_quotients(dtype: torch.dtype, scheme: QuantScheme)
 
 
 def test_the_formulas_give_the_same_on_the_gpu() -> None:
-    """`search` runs them there."""
     weight = torch.randn((256, 512), generator=torch.Generator().manual_seed(7))
     for dtype in DTYPES:
         for scheme in SCHEMES:
@@ -175,7 +172,6 @@ def test_a_layer_takes_few_launches() -> None:
 
 
 def test_a_checkpoint_has_the_same_bytes(tmp_path: Path) -> None:
-    """With four threads that share the GPU."""
     models.save("qwen3_moe", tmp_path / "source")
     for device in ("cpu", "cuda"):
         api.quantize(tmp_path / "source", tmp_path / device, QuantScheme(32, "qmax7"), device=device, workers=4)

@@ -1,7 +1,5 @@
 """SGLang's Marlin kernels with negative scales, as AutoRound writes them, against the dequantized weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -50,7 +48,6 @@ def test_linear_layer_multiplies_by_a_scale_with_its_sign(group: int, tokens: in
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_experts_multiply_by_a_scale_with_its_sign(group: int) -> None:
-    """Two experts, with eight tokens each."""
     from sgl_kernel.scalar_type import scalar_types
     from sglang.jit_kernel.moe_wna16_marlin import moe_wna16_marlin_gemm
 

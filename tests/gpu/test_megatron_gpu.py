@@ -1,7 +1,5 @@
 """The Megatron witness on GPUs: NCCL, parameters in GPU memory and, if installed, Transformer Engine's layers."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Thresholds are multiples of the noise that transformers has in the same dtype in the same run.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

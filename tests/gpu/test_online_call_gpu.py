@@ -1,7 +1,5 @@
 """The online quantizer's public call on a GPU: the same bytes as on the CPU, and errors that name the tensor."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterable
@@ -153,7 +151,6 @@ def launched(online: OnlineQuantizer, named: Named) -> list[str]:
 
 
 def test_a_layer_takes_one_launch_and_one_that_clears_the_marks() -> None:
-    """150 matrices of one size."""
     assert len(launched(quantizer(layer()), layer())) == 2
 
 

@@ -1,7 +1,5 @@
 """A real SGLang engine on a GPU: INT4 models load and generate, and two online updates equal a load from disk."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial

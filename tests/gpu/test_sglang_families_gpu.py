@@ -1,7 +1,5 @@
 """Every test model of every family that SGLang builds on a GPU: all tensors where SGLang keeps them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -5,8 +5,6 @@ GPU: `make sglang-matrix`, or in parts `python lab/sglang_matrix.py --only 'wide
 with the repository and `tests` on PYTHONPATH. The sizes called wide fit the tiles of Marlin's kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

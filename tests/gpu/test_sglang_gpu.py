@@ -1,7 +1,5 @@
 """Real SGLang on a GPU: checkpoints load, and what is repacked for Marlin's kernels is what was loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -93,7 +91,6 @@ def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def findings(case: Case, run: Answer[LoadReport]) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
-    """Status of each check, and (code, tensor) of each finding."""
     results, found, facts = checked(case, run)
     for line in (*found, *facts.get("SGLang", ())):
         print(line)

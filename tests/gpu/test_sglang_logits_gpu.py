@@ -4,8 +4,6 @@ What `verify --against-sglang` cannot see, it takes from here: it follows every 
 these logits show that they are the right ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Real SGLang on two GPUs over NCCL: experts shared out, experts cut, attention whole; and a live engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Sound models pass, broken updates do not. tests/verify/witnesses/vllm/test_vllm_live_cpu.py has what needs no GPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Real vLLM on a GPU: checkpoints load, and what its steps after loading make for the kernels is what was loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

@@ -4,8 +4,6 @@ What `verify --against-vllm` cannot see, it takes from here: it follows every te
 its steps after loading, and these log-probabilities show that they are what its kernels want.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

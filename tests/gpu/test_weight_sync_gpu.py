@@ -1,7 +1,5 @@
 """Weight updates of real SGLang servers on a GPU: what arrived passes, and each planted fault is named."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,10 +1,4 @@
-"""Weight updates of real `vllm.LLM`s on a GPU: what arrived passes, and each planted fault is named.
-
-A process a model, all at once, each with a tenth of the GPU's memory.
-tests/verify/weight_sync/test_weight_sync_vllm_cpu.py has what needs no GPU.
-"""
-
-from __future__ import annotations
+"""Weight updates of real `vllm.LLM`s on a GPU: what arrived passes, and each planted fault is named."""
 
 from collections.abc import Mapping
 from pathlib import Path

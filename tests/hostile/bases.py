@@ -1,7 +1,5 @@
 """The sound inputs that hostile ones are made of, and the commands that each is given to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -88,7 +86,6 @@ SCRIPT = "A=1\npython3 train.py --hf-checkpoint {sound}/hf\n"
 
 
 def make_bases(root: Path) -> None:
-    """Makes every sound input below `root`, named for its base."""
     small = replace(CASES["qwen3_moe"], config=lambda: Qwen3MoeConfig(**_SIZES, norm_topk_prob=True))
     case.save("qwen3_moe", small, root / "hf", torch.bfloat16, shard_size="180KB")
     Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(root / "hf" / "tokenizer.json"))  # noqa: S106

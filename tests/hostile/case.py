@@ -1,7 +1,5 @@
 """What a hostile input is: a function that breaks a sound one, and what the verbs must say of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,5 +31,4 @@ def put(file: Path, content: bytes | str) -> None:
 
 
 def edit_json(file: Path, **changes: object) -> None:
-    """Changes keys of a JSON object."""
     put(file, json.dumps(json.loads(file.read_bytes()) | changes))

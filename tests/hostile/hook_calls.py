@@ -1,7 +1,5 @@
 """Calls a hook of a job on an input, as a trainer does: `hook NAME INPUT SOUND`, with the release that it trains."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +14,6 @@ from ckptkit.hooks import after_init, after_save, after_weight_write
 
 
 def _arguments(sound: str) -> dict[str, Any]:
-    """The arguments of a launch that trains the release."""
     return megatron_args(dims_of(read_json(Path(sound, "config.json"))))
 
 

@@ -1,7 +1,5 @@
 """JSON that is deep, huge, ambiguous or no JSON, and configs with values that no model has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -87,7 +85,6 @@ def _pattern(entry: str, root: Path) -> dict[str, str]:
 
 
 def cases() -> Iterator[Case]:
-    """JSON as config, index, tokenizer and manifest; values of a config; entries of ignore and targets."""
     for what, content in TEXTS.items():
         make = partial(_text, "config.json", content)
         yield Case(f"config.json is {what}", "hf", make, r"config\.json")

@@ -1,7 +1,5 @@
 """What is not a file in place of every kind of file: pipes, directories, devices, links, sockets, endless files."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -94,7 +92,6 @@ def _replaced(name: str, make: Callable[[Path], object], root: Path) -> None:
 
 
 def cases(files: Mapping[str, File]) -> Iterator[Case]:
-    """Each kind in place of each file."""
     for what, (base, name, verbs, passing) in files.items():
         for kind, make in KINDS.items():
             if (kind, what) in _HARMLESS:

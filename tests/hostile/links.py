@@ -1,7 +1,5 @@
 """Links that lead out of a checkpoint, in place of every kind of file and folder of it, and those that stay in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -50,7 +48,6 @@ def _linked(name: str, target: Callable[[Path], Path], root: Path) -> None:
 
 
 def _folder(name: str, root: Path) -> None:
-    """A folder that is moved out, and a link to it in its place."""
     moved = root.parent / "outside" / "folder"
     if (root / name).exists():
         shutil.move(root / name, moved)

@@ -1,7 +1,5 @@
 """Changes of a sound checkpoint by rule: values, header entries, kinds of files and names."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +65,6 @@ class Mutation:
 
 
 def mutations() -> st.SearchStrategy[tuple[Mutation, ...]]:
-    """One change or two."""
     place = st.integers(0, 9_999)
     one = st.one_of(
         st.builds(Mutation, st.just("value"), place, st.sampled_from([*VALUES, "delete", "duplicate", "rename"])),
@@ -84,7 +81,6 @@ def _files(root: Path, ending: str = "") -> list[Path]:
 
 
 def _places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value below the top."""
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in items:
         yield (*path, key)
@@ -131,7 +127,6 @@ def _value(root: Path, place: int, into: str) -> None:
 
 
 def _header(root: Path, place: int, change: Callable[[dict[str, Any], str], str]) -> None:
-    """Changes the header of a shard, whose text `change` makes of it and of the name of a tensor."""
     files = _files(root, ".safetensors")
     if not files:
         return

@@ -1,7 +1,5 @@
 """Plants a module of every name that Python may import, which notes that it ran and then gives way to the real one."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -31,5 +29,4 @@ def plant(folder: Path, marks: Path) -> None:
 
 
 def ran(marks: Path) -> list[str]:
-    """The planted modules that were imported."""
     return marks.read_text().split() if marks.exists() else []

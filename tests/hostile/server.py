@@ -5,8 +5,6 @@ ended. A fork costs milliseconds where a new interpreter costs seconds. It may u
 5 seconds of the processor; a minute without an end is a hang.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -50,7 +48,6 @@ class Watch:
         self._writable = tuple(f"{root / name}" for name in ("out", "tmp", *fixed))
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Python calls it before the event."""
         if event in _FORBIDDEN:
             self.seen.append(f"{event} {arguments!r:.200}")
         elif event == "open" and arguments[2] & _WRITES and not isinstance(arguments[0], int):
@@ -126,7 +123,6 @@ def _run(words: Sequence[str], root: Path) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Runs the warming commands of the first line, then one command a line."""
     requests = (json.loads(line) for line in sys.stdin)
     for words in next(requests):
         CliRunner().invoke(cli, words, standalone_mode=False)

@@ -1,7 +1,5 @@
 """Every verb on inputs that are made to harm: a clean error, no code run, nothing outside touched, little used."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,10 +35,7 @@ Tree = dict[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Ran:
-    """How a verb ended: exit code, all that it printed, and what it did that no verb may do.
-
-    `fixed`: whether it was asked to write the config that it was given.
-    """
+    """How a verb ended: exit code, all that it printed, and what it did that no verb may do."""
 
     code: int
     said: str
@@ -50,8 +45,6 @@ class Ran:
 
 
 class Runner:
-    """The process that runs verbs."""
-
     def __init__(self, sound: Path, scratch: Path) -> None:
         self.sound, self._scratch = sound, scratch
         self._process = subprocess.Popen(
@@ -84,13 +77,11 @@ class Runner:
         self._process.stdin.flush()
 
     def run(self, words: list[str], root: Path) -> Ran:
-        """Runs `ckptkit WORDS...` in a directory."""
         self._send([words, str(root)])
         assert self._process.stdout is not None
         return Ran(**json.loads(self._process.stdout.readline()), fixed="--fix" in words)
 
     def end(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
 
@@ -149,14 +140,12 @@ def faults(ran: Ran, here: Path, before: Tree) -> list[str]:
 
 
 def refused(one: Case, verb: str, ran: Ran) -> list[str]:
-    """What is wrong with what a verb says of a hostile input."""
     if ran.code == 0:
         return [] if verb in one.passing else ["it passed"]
     return [] if re.search(one.said, ran.said) or verb in one.passing else [f"it does not say {one.said!r}"]
 
 
 def check_passes(base: str, runner: Runner, here: Path, make: Callable[[Path], object] = lambda root: None) -> None:
-    """Every verb passes on a sound input, or on what is made of it."""
     linked(runner.sound / base, here / "in")
     make(here / "in")
     before = tree(here)
@@ -229,7 +218,6 @@ _LIMIT_S = 5.0
 
 
 def empty_findings(printed: str) -> list[str]:
-    """Findings of a JSON report that do not say what should be and what is."""
     if not printed.startswith("{"):
         return []
     report, _ = json.JSONDecoder().raw_decode(printed)
@@ -237,7 +225,6 @@ def empty_findings(printed: str) -> list[str]:
 
 
 def test_mutated_checkpoint_breaks_no_promise(runner: Runner, tmp_path: Path) -> None:
-    """Checkpoints changed by rule: whatever is said of them, it is said in words, soon, and nothing else happens."""
     wrong: dict[str, object] = {}
     distinct: set[object] = set()
     codes: Counter[int] = Counter()

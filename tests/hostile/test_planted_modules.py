@@ -1,7 +1,5 @@
 """Every verb in a checkpoint's directory that has a module of every name: none of them is imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

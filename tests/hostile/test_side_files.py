@@ -1,7 +1,5 @@
 """Files next to the weights that are not those of the source, and others that only look different."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +73,6 @@ def lost(*files: str) -> Change:
 
 
 def byte_level() -> dict[str, Any]:
-    """A byte-level BPE of 300 tokens with ten merges."""
     vocab = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
     merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["t", "h"], ["o", "r"], ["\u0120", "th"]]
     merges += [["1", "2"], ["12", "3"], ["\u010a", "\u010a"]]
@@ -108,7 +105,6 @@ def byte_level() -> dict[str, Any]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The files of a release next to its weights."""
     path = tmp_path / "source"
     path.mkdir()
     own = byte_level()

@@ -1,7 +1,5 @@
 """Launch scripts, YAML, logs and words of the command line that are made to run code, to hang or to fill memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,11 @@ SCRIPTS: dict[str, bytes] = {
     "eval": f"eval 'touch {RAN}'\nA=$X{_TRAIN}".encode(),
     "substitution in arithmetic": f"A=$((a[$(touch {RAN})])){_TRAIN}".encode(),
     "substitution in a default": f"A=${{X:-$(touch {RAN})}}{_TRAIN}".encode(),
+    **{
+        f"script that starts with {line.partition(' ')[0]}": f"{line}{_TRAIN}".encode()
+        for line in (f"touch {RAN}", f"echo x > {RAN}", f"bash -c 'touch {RAN}'", f"trap 'touch {RAN}' EXIT")
+    },
+    "kernel log": b"source /proc/kmsg" + _TRAIN.encode(),
     "unfinished quote": b"A='x" + _TRAIN.encode(),
     "unfinished here-document": b"cat <<EOF\nA=1" + _TRAIN.encode(),
     "script that reads itself": b"source in/run.sh" + _TRAIN.encode(),

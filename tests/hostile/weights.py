@@ -1,7 +1,5 @@
 """Shards, indexes, pickles, zips and `.metadata` that lie about what they hold."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -19,7 +17,6 @@ _FIRST = "model-00001-of-00005.safetensors"
 
 
 def _header(change: Callable[[dict[str, Any]], object], root: Path, more: bytes = b"") -> None:
-    """Changes the header of the first shard."""
     content = (root / _FIRST).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -134,7 +131,6 @@ PICKLES: dict[str, bytes] = {
 
 
 def _zip(data: bytes, entries: dict[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
-    """A torch.save file with this pickle."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", method) as archive:
         for name, content in ({"data.pkl": data, "byteorder": b"little", "version": b"3\n"} | (entries or {})).items():
@@ -245,7 +241,6 @@ _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 
 def cases() -> Iterator[Case]:
-    """Every such file, given to what reads weights."""
     few, shard = ("inspect", "convert", "verify", "after_write"), "model-00001"
     for what, change in HEADERS.items():
         yield Case(f"shard with {what}", "hf", partial(_header, change), shard, few)

@@ -42,7 +42,6 @@ def start(worker: str, *arguments: str, **environment: str) -> str:
 
 
 def start_jobs(worker: str, folder: Path, jobs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Runs the worker on all jobs in one process; returns the result of each, as the worker describes it."""
     (folder / "jobs.json").write_text(json.dumps(list(jobs)))
     start(worker, str(folder / "jobs.json"))
     results: list[dict[str, Any]] = json.loads((folder / "jobs.results").read_text())

@@ -1,7 +1,5 @@
 """Marks every test of this folder as `interop`, and finds the checkouts of tools that no package index has."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

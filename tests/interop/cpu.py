@@ -4,8 +4,6 @@ It patches torch for the whole process, so only processes of their own call it. 
 weight is replaced.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

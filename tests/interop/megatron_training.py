@@ -3,8 +3,6 @@
 Its arguments are what `ckptkit inspect --megatron-args` prints, parsed and validated by Megatron-LM itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -84,7 +82,6 @@ def run_training(training: Training, scratch: Path, checkout: Path | None) -> li
 
 
 def main() -> None:
-    """Imports Megatron-LM once, then forks the ranks."""
     folder = Path(sys.argv[1])
     values = json.loads((folder / "job.json").read_text())
     training = Training(**{**values, "sizes": ParallelSizes(**values["sizes"])})
@@ -123,7 +120,6 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
 
 
 def arguments(training: Training) -> Namespace:
-    """Megatron-LM's arguments, from a command line as a launch script has it."""
     from megatron.training.arguments import parse_args, validate_args
 
     sizes = training.sizes

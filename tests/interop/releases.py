@@ -1,7 +1,5 @@
 """Test models as Hugging Face has their releases: config.json as transformers 4 spells it, which older tools read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ kernels by their formulas: `_int4_kernel` for the INT4 tool, `_MXFP8Quantizer` f
 themselves run unchanged.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing
@@ -80,7 +78,6 @@ def run_scripts(
 
 
 def main() -> None:
-    """The folder with job.json."""
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     from interop.cpu import pretend_gpu

@@ -1,7 +1,5 @@
 """What the tests of slime and of miles share: test models, the runs of their tools, and what is true of both."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence
@@ -33,7 +31,6 @@ NO_GPU = (
 
 
 def release(root: Path, name: str) -> Path:
-    """The HF directory of a test model."""
     if not (root / name).exists():
         save(name, CASES[name], root / name, torch.bfloat16)
     return root / name
@@ -49,7 +46,6 @@ def megatron(root: Path, name: str, dialect: str | None = None) -> Path:
 
 
 def export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:
-    """torch_dist to HF, by the tool of slime and miles."""
     words = ["--input-dir", checkpoint / "release", "--output-dir", output, "--origin-hf-dir", source]
     return Script(label, "tools/convert_torch_dist_to_hf.py", list(map(str, words)))
 
@@ -64,7 +60,6 @@ def load(label: str, source: Path, output: Path) -> Script:
 
 
 def quantize(label: str, tool: str, source: Path, output: Path, *words: str) -> Script:
-    """HF to INT4 or FP8."""
     return Script(label, f"tools/{tool}", ["--model-dir", str(source), "--save-dir", str(output), *words])
 
 
@@ -84,7 +79,6 @@ def shared(root: Path, names: Sequence[str]) -> list[Script]:
 
 
 def codes(path: Path, source: Path) -> set[str]:
-    """The checks that find something."""
     return {finding.code for finding in ckptkit.verify(path, source=source).findings}
 
 

@@ -3,8 +3,6 @@
 `VERL`, `NEMO_RL` and `ROLL` name checkouts; their packages are in the Python of `make test-interop TOOL=ask_trainer`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 has them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

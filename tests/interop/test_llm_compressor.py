@@ -3,8 +3,6 @@
 Its own compressed-tensors unpacks the INT4 weights to compare with.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,6 @@ def one_file(path: Path) -> None:
 
 
 def of(root: Path, how: str, part: str) -> Path:
-    """A directory or file of one run."""
     return root / f"{list(RUNS).index(how)}-{part}"
 
 
@@ -140,5 +137,4 @@ def test_floats_are_what_ckptkit_quantizes(root: Path, name: str, how: str) -> N
 
 
 def errors(found: Any) -> list[Any]:
-    """Those that fail the report."""
     return [finding for finding in found if finding.severity == "error"]

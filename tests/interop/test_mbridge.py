@@ -4,8 +4,6 @@ Its models have Transformer Engine's layers, for whose parameters a stand-in is 
 cuts, saves and loads weights is mbridge's and megatron-core's own.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -32,7 +30,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(root: Path) -> dict[str, dict[str, Any]]:
-    """What mbridge said of each model; all in one process, in this order."""
     names = (*SUPPORTED, AGAIN, GATE, MTP, DEEPSEEK)
     for name in names:
         release(name, root / name / "hf", CASES[name.partition(",")[0]])

@@ -3,8 +3,6 @@
 Its training package comes with megatron-core since 0.19; `MEGATRON_LM` names a checkout to use instead.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

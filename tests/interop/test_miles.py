@@ -1,7 +1,5 @@
 """miles' own exporters and quantizers, where they differ from slime's, on ckptkit's checkpoints; `MILES` a checkout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,6 @@ WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
 
 
 def ray_export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:
-    """torch_dist to HF by the tool that works on Ray."""
     words = ["--input-dir", checkpoint / "release", "--output-dir", output, "--origin-hf-dir", source]
     words += ["--model-name", source.name.partition("-")[0].replace("_", "")]
     return Script(label, "tools/convert_torch_dist_to_hf_ray.py", [*map(str, words), "--concurrency", "1"])
@@ -25,13 +22,11 @@ def ray_export(label: str, source: Path, checkpoint: Path, output: Path) -> Scri
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is: `NAME`, `NAME-megatron`, and what miles made of them."""
     return tmp_path_factory.mktemp("miles")
 
 
 @pytest.fixture(scope="module")
 def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
-    """Every script, by label."""
     miles = checkout("MILES")
     source = release(root, "qwen3_moe")
     scripts = shared(root, (*WHOLE, "glm4_moe-mtp", "deepseek_v3"))

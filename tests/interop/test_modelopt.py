@@ -1,7 +1,5 @@
 """nvidia-modelopt's own MXFP8 and NVFP4, by its formulas in torch on the CPU, against what ckptkit writes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +23,6 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the worker writes of these weights."""
     folder = tmp_path_factory.mktemp("modelopt")
     plain = {name: weight for dtype in DTYPES for name, weight in weights(dtype).items()}
     save_file(plain, folder / "plain.safetensors")

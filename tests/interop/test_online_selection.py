@@ -3,8 +3,6 @@
 `SLIME`, `MILES` and `VERL` name checkouts. Only the quantizers' files run, with a stand-in for the kernels.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from pathlib import Path

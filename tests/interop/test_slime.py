@@ -3,8 +3,6 @@
 `SLIME` names a checkout; `MEGATRON_LM` the Megatron-LM that slime pins, with its patch, for slime's way to torch_dist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,13 +24,11 @@ BIAS = "mlp.gate.e_score_correction_bias"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is: `NAME`, `NAME-megatron`, and what slime made of them."""
     return tmp_path_factory.mktemp("slime")
 
 
 @pytest.fixture(scope="module")
 def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
-    """Every script that needs nothing but slime, by label."""
     slime = checkout("SLIME")
     source = release(root, "qwen3_moe")
     scripts = shared(root, EXPORTED)

@@ -4,8 +4,6 @@
 nothing here. The writer gets its tensors from a dict.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

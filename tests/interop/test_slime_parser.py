@@ -4,8 +4,6 @@
 `MILES_MEGATRON_LM` that of miles. SGLang must be installed, since both take options from it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -112,7 +110,6 @@ def test_slimes_published_launches_are_accepted(
     checkout: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scripts as they are, with the paths of their container in a directory of this test."""
     scripts = checkout("SLIME") / "scripts"
     text = (scripts / name).read_text()
     home = re.findall(r"(/\w+)/Megatron-LM", text)[0]

@@ -1,7 +1,5 @@
 """torch's own `torch.distributed.checkpoint`, without Megatron: what it reads of the torch_dist that ckptkit writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,12 +25,10 @@ def qkv(hf: Mapping[str, Tensor], layer: str, kind: str) -> Tensor:
 
 
 def gate_up(hf: Mapping[str, Tensor], module: str) -> Tensor:
-    """The gate above the up projection."""
     return torch.cat([hf[f"{module}.gate_proj.weight"], hf[f"{module}.up_proj.weight"]])
 
 
 def attention(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """What dense and sparse layers share."""
     return {
         "self_attention.linear_qkv.layer_norm_weight": hf[f"{layer}.input_layernorm.weight"],
         "self_attention.linear_qkv.weight": qkv(hf, layer, "weight"),
@@ -41,7 +37,6 @@ def attention(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
 
 
 def qwen2(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """A layer of Qwen2: biases of q, k and v, and a dense MLP."""
     return {
         **attention(hf, layer),
         "self_attention.linear_qkv.bias": qkv(hf, layer, "bias"),
@@ -93,7 +88,6 @@ def converted(
 
 
 def unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """The keys that only one side has, and those whose dtype, shape or bits differ."""
     return sorted(found.keys() ^ wanted.keys()) + [
         key
         for key in sorted(found.keys() & wanted.keys())

@@ -3,8 +3,6 @@
 transformers only logs what it initializes, and so a wrong name ends in a model that answers garbage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -70,7 +68,6 @@ def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pyte
 
 
 def ckptkit_scheme() -> Any:
-    """INT4 in groups of 32."""
     from ckptkit.quant.schemes.w4a16 import int4_scheme
 
     return int4_scheme(group_size=32)

@@ -4,8 +4,6 @@ With Megatron verl saves as megatron-core does by default, all layers of a key i
 same and does not read what the checkpoint says of its own layout (`content_metadata`), as Megatron-LM does.
 """
 
-from __future__ import annotations
-
 import shutil
 from itertools import product
 from pathlib import Path

@@ -4,8 +4,6 @@ mutations.yaml is the list. `damage` there is the name of a function of this pac
 function itself, or what a function makes of values. `at` has labels of `starts` and the place for each.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Edits of a checkpoint directory that leave everything else as it was, index and checksums included."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zlib
@@ -23,29 +21,24 @@ INDEX = "model.safetensors.index.json"
 
 
 def edit_json(file: Path, change: Callable[[Any], object]) -> None:
-    """Changes the content of a JSON file in place."""
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def edit_config(path: Path, **values: Any) -> None:
-    """Sets keys of config.json."""
     edit_json(path / "config.json", lambda config: config.update(values))
 
 
 def edit_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
-    """Changes the weight_map in place."""
     edit_json(path / INDEX, lambda content: change(content["weight_map"]))
 
 
 def shard_of(path: Path, name: str) -> Path:
-    """The file that the index names for a tensor."""
     return path / json.loads((path / INDEX).read_text())["weight_map"][name]
 
 
 def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the header of a shard in place and leaves the data as they are."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -55,13 +48,11 @@ def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def tensor(path: Path, name: str) -> Tensor:
-    """One tensor of an HF directory."""
     with safe_open(shard_of(path, name), "pt") as file:
         return file.get_tensor(name)
 
 
 def names(path: Path, part: str) -> list[str]:
-    """Every tensor of an HF directory whose name has this part."""
     return [name for name in json.loads((path / INDEX).read_text())["weight_map"] if part in name]
 
 
@@ -83,7 +74,6 @@ def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) ->
 
 
 def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
-    """An index with this weight_map and a true total_size."""
     total = sum(data_bytes(path / file) for file in set(weight_map.values()))
     (path / INDEX).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
@@ -91,13 +81,11 @@ def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def data_bytes(file: Path) -> int:
-    """Bytes of a shard behind its header."""
     with file.open("rb") as stream:
         return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def rename(path: Path, new_name: Callable[[str], str]) -> None:
-    """Gives every tensor the name that `new_name` makes of its own, in shards and index."""
     weight_map: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
         content = {new_name(name): found for name, found in load_file(file).items()}
@@ -107,7 +95,6 @@ def rename(path: Path, new_name: Callable[[str], str]) -> None:
 
 
 def edit_common(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes what common.pt of a Megatron checkpoint holds."""
     file = path / "release" / "common.pt"
     content = torch.load(file, weights_only=False)
     change(content)
@@ -115,7 +102,6 @@ def edit_common(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def stored_tensor(path: Path, key: str, expert: int = 0) -> Tensor:
-    """A stored tensor of a Megatron checkpoint, or one expert of it [1, ...]."""
     blob, shape, dtype = _stored(path, key, expert)
     return blob.tensor(dtype, shape)
 
@@ -130,7 +116,6 @@ def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert
 
 
 def saved(tensor: Tensor) -> bytes:
-    """A tensor as a Megatron checkpoint stores it."""
     layout, content = (
         SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype)),
         bytes(bytes_of(tensor.contiguous())),

@@ -1,7 +1,5 @@
 """Faults of weights in FP8, MXFP8, MXFP4 and NVFP4: each changes a directory, and returns the name that is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ def pick(path: Path, projection: str, ending: str = "weight") -> str:
 
 
 def change(path: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Replaces a tensor by what `edit` makes of it. Returns its name."""
     replace(path, {name: edit(tensor(path, name).clone())})
     return name
 
@@ -221,7 +218,6 @@ def scale_of_one_dimension_less(path: Path) -> str:
 
 
 def unquantized(path: Path, found: list[str]) -> None:
-    """These FP8 weights become BF16 without a scale."""
     plain = {name: torch.randn(tensor(path, name).shape, dtype=torch.bfloat16) / 50 for name in found}
     replace(path, plain, [f"{name}_scale_inv" for name in found])
 

@@ -1,7 +1,5 @@
 """Ways to break the files of an HF directory: shards, index, config.json and what is beside the weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -202,7 +200,6 @@ def config(path: Path, place: str, values: Mapping[str, Any]) -> None:
 
 
 def rope(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """Rotary settings in the spelling of transformers v5."""
     edit_json(path / "config.json", lambda content: content["rope_parameters"].update(values))
 
 

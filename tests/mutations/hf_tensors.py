@@ -1,7 +1,5 @@
 """Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,8 +49,6 @@ def halved(before: Tensor) -> Tensor:
 
 
 def last(value: float) -> Change:
-    """The last element is another."""
-
     def change(before: Tensor) -> Tensor:
         after = before.clone()
         after.view(-1)[-1] = value
@@ -137,7 +133,6 @@ def lost(path: Path, name: str) -> None:
 
 
 def lost_all(path: Path, folded: str, part: str) -> None:
-    """Every tensor with this part in its name is lost; the place is how a finding folds them."""
     replace(path, {}, names(path, part))
 
 
@@ -150,7 +145,6 @@ def never_exported(path: Path, folded: str, part: str) -> None:
 
 
 def renamed(path: Path, name: str, old: str, new: str) -> None:
-    """Every name that the pattern fits is written another way."""
     rename(path, lambda one: re.sub(old, new, one))
 
 
@@ -179,7 +173,6 @@ def fused_turned(path: Path, name: str) -> None:
 
 
 def all_in(path: Path, folded: str, dtype: str, part: str) -> None:
-    """Every tensor with this part in its name in another dtype."""
     replace(path, {name: cast(dtype)(tensor(path, name)) for name in names(path, part)})
 
 
@@ -195,7 +188,6 @@ def shard_in(path: Path, folded: str, name: str, dtype: str) -> None:
 
 
 def valued(path: Path, name: str, change: Change) -> None:
-    """One tensor holds other values, in the same shape and dtype."""
     before = tensor(path, name)
     replace(path, {name: change(before).to(before.dtype).reshape(before.shape)})
 

@@ -1,7 +1,5 @@
 """Ways to break an INT4 checkpoint: what is packed, what config.json says of it, and the parts of packed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ def packed(modules: Sequence[str]) -> Damage:
 
 
 def unpack(path: Path, modules: Sequence[str]) -> None:
-    """Puts weights back to BF16."""
     plain = {}
     for module in modules:
         words, scale, shape = (tensor(path, f"{module}.{part}") for part in PARTS)
@@ -59,8 +56,6 @@ def quantization(path: Path, place: str, values: Mapping[str, Any]) -> None:
 
 
 def weights(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """The arguments of the weights in quantization_config."""
-
     def change(config: Any) -> None:
         config["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
 

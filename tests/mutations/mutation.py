@@ -1,7 +1,5 @@
 """A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` finds it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -118,7 +116,6 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
 
 
 def runs(mutations: Iterable[Mutation]) -> list[Run]:
-    """Every mutation with every checkpoint that it is for."""
     return [(mutation, label) for mutation in mutations for label in mutation.on]
 
 

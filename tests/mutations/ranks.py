@@ -1,7 +1,5 @@
 """What one rank of a training run leaves wrong in a Megatron checkpoint: its layers, experts, slice, names, files."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +18,12 @@ BIAS = "decoder.layers.6.mlp.router.expert_bias"
 
 
 def keys_of(path: Path, prefix: str) -> list[str]:
-    """Keys of the tensors that begin so, without those of extra states."""
     with (path / "release" / ".metadata").open("rb") as stream:
         content = pickle.load(stream)
     return [key for key in content.state_dict_metadata if key.startswith(prefix) and "_extra_state" not in key]
 
 
 def layers_of(origin: Callable[[int], int]) -> Damage:
-    """Every layer has the entries of the one that `origin` gives for it."""
-
     def damage(path: Path, place: str) -> None:
         def change(content: Metadata) -> None:
             before = dict(content.storage_data)

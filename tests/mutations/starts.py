@@ -1,7 +1,5 @@
 """The clean checkpoints that mutations break: six small models, as releases, in INT4 and as Megatron saves them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,7 +55,6 @@ class Starts:
         self._cases = cases
 
     def path(self, label: str) -> Path:
-        """The checkpoint `MODEL/KIND`."""
         model, _, kind = label.partition("/")
         path = self._root / model / kind
         if not path.exists():
@@ -66,7 +63,6 @@ class Starts:
         return path
 
     def source(self, label: str) -> Path:
-        """What `verify --source` of a checkpoint names."""
         return self.path(f"{label.partition('/')[0]}/hf")
 
     def manifest(self, label: str) -> Path:

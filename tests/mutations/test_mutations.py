@@ -1,7 +1,5 @@
 """Every mutation is found, nothing is found where nothing is wrong, and the registry of mutations is true."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,6 @@ NORM = Mutation("test", "F5", "CK702", lambda path, place: None, {"qwen2/hf": "r
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
-    """The clean checkpoints, made at their first use. Read only."""
     return Starts(tmp_path_factory.mktemp("starts"))
 
 

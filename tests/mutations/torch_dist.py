@@ -1,7 +1,5 @@
 """Ways to break a Megatron torch_dist directory: its files, metadata, arguments, values, and optimizer state."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -87,8 +85,6 @@ def added(content: Metadata, key: str) -> None:
 
 
 def moved(by: int) -> Callable[[Metadata, str], None]:
-    """An entry that begins some bytes off."""
-
     def change(content: Metadata, key: str) -> None:
         content.storage_data[index_of(content, key)].offset += by
 
@@ -157,8 +153,6 @@ def stacked(content: Metadata, key: str) -> None:
 
 
 def layer_lost(path: Path, prefix: str) -> str:
-    """Nothing of a layer."""
-
     def change(content: Metadata) -> None:
         for key in [key for key in content.state_dict_metadata if key.startswith(prefix)]:
             key_lost(content, key)
@@ -201,7 +195,6 @@ def padded(path: Path, key: str, rows: Change = torch.clone) -> None:
 
 
 def argument(path: Path, place: str, name: str, value: Any) -> None:
-    """One stored argument has another value."""
     edit_common(path, lambda common: setattr(common["args"], name, value))
 
 
@@ -211,12 +204,10 @@ def arguments_gone(path: Path, place: str) -> None:
 
 
 def layout(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """content_metadata of common.pt has another layout of keys."""
     edit_common(path, lambda common: common["content_metadata"].update(values))
 
 
 def megatron_config(path: Path, place: str, values: Mapping[str, Any]) -> None:
-    """config.json beside the Megatron checkpoint is changed."""
     edit_json(path / "hf" / "config.json", lambda config: config.update(values))
 
 
@@ -269,7 +260,6 @@ def stored(path: Path, key: str, change: Change, expert: int = 0, named: str | N
 
 
 def swapped_entries(path: Path, named: str, first: str, second: str) -> None:
-    """Two stored tensors hold each other's values."""
     values = [stored_tensor(path, key) for key in (second, first)]
     edit_stored(path, first, lambda _: values[0])
     edit_stored(path, second, lambda _: values[1])
@@ -293,13 +283,11 @@ def ungrouped(before: Tensor) -> Tensor:
 
 
 def state(path: Path, key: str, change: Change, expert: int = 0) -> str | None:
-    """The stored numbers of a tensor of state are others."""
     edit_stored(path, key, change, expert)
     return key.replace(".experts.linear", f".experts.{expert}.linear") if expert else None
 
 
 def never_stepped(path: Path, kind: str) -> str:
-    """Moments of every parameter are zero."""
     for key, entry in read_metadata(path / "release").tensors.items():
         if key.startswith(f"optimizer.state.{kind}."):
             for chunk in entry.chunks:

@@ -1,7 +1,5 @@
 """Models of no family of ours: what is quantized of them is what transformers' own class says is a Linear layer."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -42,7 +40,6 @@ OLMO2 = WIDE | {"pad_token_id": None, "eos_token_id": 3, "num_attention_heads": 
 
 
 def content(model_type: str) -> dict[str, Any]:
-    """config.json of a small model of this type."""
     config: dict[str, Any] = json.loads(small_config(transformers.CONFIG_MAPPING[model_type]).to_json_string(False))
     return config | {"architectures": [class_for(model_type).__name__]}
 
@@ -77,17 +74,14 @@ def olmo2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(source: Path, target: Path, *more: str) -> Result:
-    """Runs `ckptkit quantize`."""
     return CliRunner().invoke(cli, ["quantize", str(source), str(target), *more])
 
 
 def packed(path: Path) -> set[str]:
-    """The modules that are stored in INT4."""
     return {name.removesuffix(".weight_packed") for name in models.tensors(path) if name.endswith(".weight_packed")}
 
 
 def errors(report: Report) -> list[tuple[str, str | None]]:
-    """Code and tensor of each error."""
     return [(one.code, one.tensor) for one in report.findings if one.severity == "error"]
 
 

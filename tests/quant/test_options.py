@@ -1,7 +1,5 @@
 """The options of `quantize` and `convert --quantize`: grids, `--like`, `--reader`, `--tp`, `--device`, `--preset`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Literal
@@ -31,13 +29,11 @@ IGNORED = ["--ignore", r"re:.*\.mlp\.down_proj(\.weight)?$"]  # 288 input featur
 
 
 def run(*arguments: str | Path) -> None:
-    """Runs the command line, which succeeds or raises."""
     result = CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
 def scheme_of(path: Path) -> QuantScheme:
-    """What the config says, without `ignore`."""
     scheme = read_scheme(json.loads((path / "config.json").read_text()))
     return QuantScheme(scheme.group_size, scheme.grid, (), scheme.symmetric, scheme.search, scheme.scale_dtype)
 
@@ -103,7 +99,6 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
 
 
 def test_what_the_preset_refuses(releases: PathOf, tmp_path: Path) -> None:
-    """A dense model, another grid than training's, and a reference."""
     with pytest.raises(CkptkitError, match="packs") as refused:
         quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
     assert "BF16" in str(refused.value.hint)
@@ -152,7 +147,6 @@ def packed(path: Path) -> set[str]:
 
 
 def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, tmp_path: Path) -> None:
-    """Group size, grid and scales come from there too; the list is spelled anew."""
     run("quantize", source, tmp_path / "int4", "--like", str(reference))
     assert packed(tmp_path / "int4") == packed(reference)
     config = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]

@@ -1,7 +1,5 @@
 """Regular expressions of `ignore` lists: the verdict is that of Python, and what could run for long is refused."""
 
-from __future__ import annotations
-
 import re
 import time
 import tomllib

@@ -1,7 +1,5 @@
 """Whole checkpoints quantized: every byte against compressed-tensors' own compressor, and loaded by transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +27,6 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """`int4(name, grid)`: one of the releases quantized in groups of 32."""
     root = tmp_path_factory.mktemp("int4")
 
     def quantized_release(name: str, grid: Any) -> Path:
@@ -68,7 +65,6 @@ def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(
 
 
 def test_transformers_unpacks_int4_to_the_compressors_weights(int4: Callable[[str, str], Path]) -> None:
-    """transformers with compressed-tensors unpacks the dense model to the weights that the compressor unpacks."""
     path = int4("qwen2-untied", "qmax7")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     loaded = model.state_dict()

@@ -1,7 +1,5 @@
 """Quantized releases, end to end: to Megatron, back to HF in bfloat16, and what other readers make of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +49,6 @@ class Release:
     unpacked: str = ""
 
     def save(self, path: Path) -> dict[str, Tensor]:
-        """Writes `plain` and `release` below a directory, and returns what the second means."""
         save(self.case, CASES[self.case], path / "plain", torch.bfloat16)
         return quantized.write(path / "plain", path / "release", self.wanted, self.quantizer, self._edit)
 
@@ -61,7 +58,6 @@ class Release:
 
 
 def linear(name: str) -> bool:
-    """Projections of attention, dense layers, experts and shared experts."""
     inside = name.endswith(".weight") and ("_proj" in name or ".experts." in name)
     return inside and "norm" not in name and "eh_proj" not in name
 

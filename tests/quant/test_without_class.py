@@ -4,8 +4,6 @@ Run once: `verify --against-sglang` of seed_oss in every scheme of `quantize`. T
 "Unable to find matching target for model.layers.0.self_attn.q_proj"; FP8 in blocks, MXFP8 and ModelOpt's NVFP4 load.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,6 @@ ALL = ["lm_head", "model.embed_tokens"]
 
 
 def floats(weights: dict[str, Any], form: str) -> dict[str, Any]:
-    """A quantization_config of compressed-tensors in floats."""
     content = quantization(ALL)
     return {**content, "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -57,7 +54,6 @@ LOADED: dict[str, dict[str, Any]] = {
 
 
 def write(path: Path, content: dict[str, Any], **changes: Any) -> Path:
-    """A config.json of Seed-OSS."""
     config = {**config_of(HF_CASES["seed_oss"]), **changes, "quantization_config": content}
     (path / "config.json").write_text(json.dumps(config))
     return path

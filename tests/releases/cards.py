@@ -3,8 +3,6 @@
 The plan, the Megatron arguments and the INT4 decision are those of ckptkit's own verbs; nothing is written by hand.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import textwrap
@@ -63,7 +61,6 @@ _PER_TENSOR = 1000
 
 
 def file_of(model: str) -> Path:
-    """The page of a model."""
     return FOLDER / f"{model.partition('/')[2]}.md"
 
 

@@ -1,7 +1,5 @@
 """What every dry run of these tests leaves out."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.app import forecast

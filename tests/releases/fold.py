@@ -3,8 +3,6 @@
 What transformers leaves out (draft layers, unknown vision towers, scales of a quantized release) is added by hand.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Writes a release without its weights: real headers and sparse data. A model of 1 TB takes kilobytes of disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

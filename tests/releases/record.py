@@ -4,8 +4,6 @@ Names are folded: `model.layers.{0..27}.mlp.{gate_proj,up_proj}.weight`, `{3..63
 config.json may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times": 10}`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -32,7 +30,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * ELEMENT[self.dtype]
 
 
@@ -75,7 +72,6 @@ class Release:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors_in_order)
 
 
@@ -108,14 +104,12 @@ def _unfolded_lists(value: Any) -> Any:
 
 
 def load(model: str) -> Release:
-    """The record of a model, by its id on the hub."""
     content = json.loads((RECORDS / f"{model.replace('/', '--')}.json").read_text())
     config = _unfolded_lists(content.pop("config"))
     return Release(**content, config=config)
 
 
 def models() -> Sequence[str]:
-    """Ids of all models that have a record."""
     return sorted(path.stem.replace("--", "/", 1) for path in RECORDS.glob("*.json"))
 
 

@@ -1,7 +1,5 @@
 """The pages of lab/cards are what `make cards` writes, and they agree with the records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

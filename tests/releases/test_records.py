@@ -1,7 +1,5 @@
 """The records and what is written from them, held against transformers' classes and the safetensors library."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

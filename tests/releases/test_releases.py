@@ -1,7 +1,5 @@
 """Published releases pass every verb that answers from headers, with no finding but those that lie in the release."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

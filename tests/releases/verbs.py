@@ -1,7 +1,5 @@
 """Every verb that answers from headers, on one release: no finding but those that lie in the release."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -100,7 +98,6 @@ def collecting_as_the_command_line_does() -> Iterator[None]:
 
 
 def text_config(release: Release) -> dict[str, Any]:
-    """The config of the language model."""
     return dict(release.config.get("text_config") or release.config)
 
 

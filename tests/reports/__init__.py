@@ -1,7 +1,5 @@
 """Public bug reports of lab/reports.md, each rebuilt as a small case with a sound twin."""
 
-from __future__ import annotations
-
 from reports import adapters, configs, drafts, exports, files, launches, lists, quantized
 from reports.report import Case, read
 

@@ -1,7 +1,5 @@
 """Reports about LoRA adapters, merges of them, and deltas: what is left out, named or scaled otherwise, or lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -29,7 +27,6 @@ _INT4 = QuantScheme(32, "qmax7")
 
 
 def save(path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ATTENTION, **settings: Any) -> None:
-    """An adapter as PEFT saves it; names are the base's, of factors without `.weight`."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     save_file({f"{PREFIX}{name}.weight": one.contiguous() for name, one in factors.items()}, path / WEIGHTS)
@@ -38,7 +35,6 @@ def save(path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ATT
 
 
 def edit_factors(path: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
-    """The adapter holds other factors."""
     save_file(dict(change(load_file(path / WEIGHTS))), path / WEIGHTS)
 
 
@@ -88,7 +84,6 @@ def expert_pairs(release: Path, rank: int = RANK) -> dict[str, Tensor]:
 
 
 def _adapter(*leaves: str, **settings: Any) -> Change:
-    """An adapter of these projections, by default those of attention."""
     chosen = leaves or ATTENTION
     return lambda work: save(work / "CKPT", pairs(work / SOURCE, *chosen), chosen, **settings)
 
@@ -126,7 +121,6 @@ def _without_shared(path: Path) -> None:
 
 
 def _named(new_name: Callable[[str], str]) -> Change:
-    """Every factor has another name."""
     return on_checkpoint(
         lambda path: edit_factors(path, lambda factors: {new_name(name): one for name, one in factors.items()})
     )
@@ -154,7 +148,6 @@ def _exchanged(path: Path) -> None:
 
 
 def _the_base(work: Path) -> None:
-    """The adapter was not taken: the base's own weights."""
     shutil.rmtree(work / "CKPT")
     shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
 
@@ -182,18 +175,15 @@ def _linear_attention(*parts: tuple[str, int]) -> Change:
 
 
 def _base_experts(work: Path) -> None:
-    """The experts are the base's own."""
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in names(work / SOURCE, ".experts.")})
 
 
 def _most_fell_back(work: Path) -> None:
-    """All but the first layer's experts are the base's own."""
     found = [name for name in names(work / SOURCE, ".experts.") if not re.search(r"layers\.0\.|per_expert", name)]
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in found})
 
 
 def _published(work: Path) -> None:
-    """Three deltas, and a host's own checkpoint after them."""
     publish_chain(work / "DELTAS", (work / SOURCE).resolve(), ("xor",) * 3)
     convert(work / "DELTAS", work / "CKPT", hf=(work / SOURCE).resolve())
 

@@ -1,7 +1,5 @@
 """Changes that several cases share: of tensors, names, config.json and what is quantized."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -19,22 +17,18 @@ from reports.report import SOURCE, Change
 
 
 def on_checkpoint(change: Callable[[Path], object]) -> Change:
-    """A change of the checkpoint at `CKPT`."""
     return lambda work: change(work / "CKPT")
 
 
 def steps(*changes: Change) -> Change:
-    """One after the other."""
     return lambda work: [change(work) for change in changes]
 
 
 def matching(path: Path, *patterns: str) -> list[str]:
-    """The tensors of an HF directory in whose names one of the patterns is found."""
     return [name for name in names(path, "") if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def dropped(*patterns: str) -> Change:
-    """Tensors are not stored."""
     return on_checkpoint(lambda path: replace(path, {}, matching(path, *patterns)))
 
 
@@ -57,7 +51,6 @@ def number_files(path: Path) -> None:
 
 
 def changed(pattern: str, change: Callable[[Tensor], Tensor]) -> Change:
-    """Every tensor in whose name the pattern is found is changed."""
     return on_checkpoint(
         lambda path: replace(path, {name: change(tensor(path, name)).contiguous() for name in matching(path, pattern)})
     )
@@ -69,27 +62,22 @@ def stored(key: str, change: Callable[[Tensor], Tensor], experts: int = 1) -> Ch
 
 
 def renamed(new_name: Callable[[str], str]) -> Change:
-    """Every tensor has another name."""
     return on_checkpoint(lambda path: rename(path, new_name))
 
 
 def config(change: Callable[[dict[str, Any]], object]) -> Change:
-    """config.json is changed in place."""
     return lambda work: edit_json(work / "CKPT" / "config.json", change)
 
 
 def settings(**values: Any) -> Change:
-    """config.json says something else."""
     return on_checkpoint(lambda path: edit_config(path, **values))
 
 
 def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
-    """quantization_config is changed in place."""
     return config(lambda content: change(content["quantization_config"]))
 
 
 def as_release(work: Path) -> None:
-    """The release is what the checkpoint is now."""
     (work / SOURCE).unlink()
     shutil.copytree(work / "CKPT", work / SOURCE)
 
@@ -102,5 +90,4 @@ def stored_as(spelling: str | Spelling, pattern: str | None = None) -> Change:
 
 
 def int4_without(*ignore: str, group: int | None = 32) -> Change:
-    """The release in INT4, without these modules."""
     return lambda work: quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))

@@ -1,7 +1,5 @@
 """Reports about config.json and side files: settings that readers take differently, or that are not the weights'."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ AGAINST = "ckptkit verify CKPT --source RELEASE"
 
 
 def _tied_below(content: dict[str, Any]) -> None:
-    """The flag stands in text_config alone."""
     content.pop("tie_word_embeddings", None)
     content["text_config"]["tie_word_embeddings"] = True
 
@@ -47,7 +44,6 @@ def _layer_too_many(content: dict[str, Any]) -> None:
 
 
 def _eos(token: int) -> Change:
-    """generation_config.json ends at this token."""
     return lambda work: (work / "CKPT" / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
 
 

@@ -1,7 +1,5 @@
 """Reports about draft models: what they lack, and what a launch or config.json says of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,6 @@ def _saved(work: Path, kind: str, **config: Any) -> None:
 
 
 def _drafting(options: str = _OPTIONS, kind: str = "SpecForge", **config: Any) -> Change:
-    """A launch of slime that drafts."""
-
     def prepare(work: Path) -> None:
         launch("qwen2")(work)
         _saved(work, kind, **config)
@@ -53,8 +49,6 @@ def _drafting(options: str = _OPTIONS, kind: str = "SpecForge", **config: Any) -
 
 
 def _vllm(*settings: str, kind: str = "SpecForge", **config: Any) -> Change:
-    """A launch of verl whose vLLM drafts."""
-
     def prepare(work: Path) -> None:
         if not (work / "CKPT").exists():
             write_headers(work / "CKPT", "qwen2")

@@ -1,7 +1,5 @@
 """Reports about conversions: what is left out, put under other names, or written with wrong values or dtypes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable
@@ -64,7 +62,6 @@ def _random(found: Tensor) -> Tensor:
 
 
 def _release(work: Path, change: Callable[[Path], object]) -> Path:
-    """The release as a copy that is changed."""
     release = work / SOURCE
     target = release.resolve()
     release.unlink()
@@ -123,7 +120,6 @@ def _kept_in_float32(work: Path) -> None:
 
 
 def _types(count: int) -> Change:
-    """layer_types of MiniMax-M3, with so many layers of sparse attention."""
     types = ["full_attention"] * 3 + ["minimax_m3_sparse"] * count
     return config(lambda content: content["text_config"].update(layer_types=types))
 

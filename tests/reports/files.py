@@ -1,7 +1,5 @@
 """Reports about files that are not whole: shards, indexes, downloads, Megatron's trackers and .distcp files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -125,7 +123,6 @@ def _stray(path: Path) -> None:
 
 
 def _renumbered(path: Path) -> None:
-    """The files were written anew under other numbers; the index is the old one."""
     files = sorted(path.glob("*.safetensors"))
     for number, file in enumerate(files, 1):
         file.rename(path / f"model-{number:05d}-of-{len(files) + 2:05d}.safetensors")
@@ -138,7 +135,6 @@ def _piece_without_place(content: Metadata) -> None:
 
 
 def _resumes(work: Path) -> None:
-    """A run's directory with an iteration, and the tracker that names it."""
     root = work / "CKPT"
     shutil.copytree(root / "release", work / "RUN" / "iter_0000010")
     common = torch.load(work / "RUN" / "iter_0000010" / "common.pt", weights_only=False)

@@ -1,7 +1,5 @@
 """Reports about launches: arguments, sizes and paths that are not the model's, or that no stack can start with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.launch_scripts import write_headers, write_launch
@@ -12,8 +10,6 @@ SCRIPT = "ckptkit preflight run.sh"
 
 
 def launch(family: str) -> Change:
-    """A right launch of slime, for the headers of a release."""
-
     def prepare(work: Path) -> None:
         write_headers(work / "CKPT", family)
         write_launch(work, family, work / "CKPT")
@@ -22,8 +18,6 @@ def launch(family: str) -> Change:
 
 
 def said(before: str, after: str) -> Change:
-    """The launch, or its model's file, says something else."""
-
     def damage(work: Path) -> None:
         changed = 0
         for file in (work / "run.sh", work / "job.yaml", *(work / "models").glob("*.sh")):
@@ -36,15 +30,12 @@ def said(before: str, after: str) -> Change:
 
 
 def _one_step(work: Path) -> None:
-    """A step for each rollout of 8 x 8 samples."""
     launch("qwen2")(work)
     batch = "--num-rollout 2 --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64"
     said("--rollout-batch-size 32", batch)(work)
 
 
 def with_options(family: str, options: str) -> Change:
-    """The launch of a family with more options, quoted as they are."""
-
     def prepare(work: Path) -> None:
         launch(family)(work)
         said("  --rollout-batch-size 32", f"  {options} --rollout-batch-size 32")(work)
@@ -102,7 +93,6 @@ def _nemo_rl_from_megatron(work: Path) -> None:
 
 
 def _four_stages(work: Path) -> None:
-    """Four stages of 7 layers each, two of them by number."""
     launch("qwen2")(work)
     ends = "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7"
     sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
@@ -110,14 +100,12 @@ def _four_stages(work: Path) -> None:
 
 
 def _glm_in_one_group(work: Path) -> None:
-    """Each engine shares attention and experts out over all of its 16 GPUs."""
     launch("glm4_moe")(work)
     said("--rollout-num-gpus-per-engine 32 --sglang-ep-size 32", "--rollout-num-gpus-per-engine 16")(work)
     said(" --sglang-dp-size 4 --sglang-enable-dp-attention", "")(work)
 
 
 def _uneven(work: Path) -> None:
-    """NeMo-RL's settings, with other numbers of layers in the first and the last of two stages."""
     _nemo_rl(work)
     ends = "num_layers_in_first_pipeline_stage: 13\n    num_layers_in_last_pipeline_stage: 15\n"
     said("  generation:\n", f"    {ends}  generation:\n")(work)
@@ -137,8 +125,6 @@ def _eight_stages(work: Path) -> None:
 
 
 def _serving(options: str) -> Change:
-    """A script that serves a model with an adapter."""
-
     def prepare(work: Path) -> None:
         write_headers(work / "CKPT", "qwen2")
         (work / "run.sh").write_text(f"vllm serve CKPT --enable-lora {options} --lora-modules one=ADAPTER\n")

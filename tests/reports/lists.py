@@ -1,7 +1,5 @@
 """Reports about lists of modules that are left out, and about what is quantized against them or under other names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -55,18 +53,14 @@ _OF_KEPT = [
 
 
 def listed(key: str, *entries: str) -> Change:
-    """More entries of a list in quantization_config."""
     return quantization(lambda content: content.update({key: [*content.get(key, []), *entries]}))
 
 
 def _excluding(*modules: str, packed: str = r".*_proj\.weight") -> Change:
-    """The release in ModelOpt's NVFP4; what else has a matrix stands in the list."""
     return steps(stored_as(_NVFP4, packed), exclude(lambda listed: [*listed, *modules]))
 
 
 def exclude(change: Callable[[list[str]], list[str]]) -> Change:
-    """exclude_modules is another list."""
-
     def damage(work: Path) -> None:
         def edit(content: dict[str, Any]) -> None:
             content["quantization"]["exclude_modules"] = change(content["quantization"]["exclude_modules"])
@@ -77,7 +71,6 @@ def exclude(change: Callable[[list[str]], list[str]]) -> Change:
 
 
 def without(*modules: str) -> Change:
-    """exclude_modules does not name these."""
     return exclude(lambda listed: [one for one in listed if one not in modules])
 
 
@@ -87,7 +80,6 @@ def _hard_coded(listed: list[str]) -> list[str]:
 
 
 def _head_packed(path: Path) -> None:
-    """The output layer in NVFP4, which the list leaves out."""
     name = "lm_head.weight"
     replace(path, dict(_NVFP4.store("lm_head", tensor(path, name))), [])
 
@@ -241,8 +233,6 @@ def _older_tower(content: dict[str, Any]) -> None:
 
 
 def _in_groups(targets: dict[int, list[str]]) -> Change:
-    """A group for each number of bits."""
-
     def change(content: dict[str, Any]) -> None:
         group = next(iter(content["config_groups"].values()))
         content["config_groups"] = {
@@ -254,7 +244,6 @@ def _in_groups(targets: dict[int, list[str]]) -> Change:
 
 
 def _short(name: str) -> str:
-    """Without `.model`."""
     return name.replace("language_model.model.layers.", "language_model.layers.")
 
 

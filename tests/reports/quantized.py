@@ -1,7 +1,5 @@
 """Reports about quantized checkpoints: `ignore` lists, schemes, scales and sizes that readers take differently."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -39,7 +37,6 @@ def _suffixed(content: dict[str, Any]) -> None:
 
 
 def deepseek_v4(work: Path) -> None:
-    """Formats as the release has them."""
     (work / "CKPT").rename(work / "plain")
     write(work / "plain", work / "CKPT", DEEPSEEK_V4, lambda name: V4_QUANTIZED.fullmatch(name) is not None)
 
@@ -51,7 +48,6 @@ def _without_scales_of_wo_a(path: Path) -> None:
 
 
 def _attention_plain(work: Path) -> None:
-    """Attention is not packed, and each of its modules stands in the list."""
     path = work / "CKPT"
     modules = sorted(
         {name.removesuffix(".weight_packed") for name in names(path, "self_attn.") if name.endswith("weight_packed")}
@@ -98,7 +94,6 @@ def _fp8(work: Path) -> None:
 
 
 def _mtp_by_name(content: dict[str, Any]) -> None:
-    """Every module of the MTP layer by its own name, in place of one expression."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     kept = [entry for entry in content["ignore"] if "mtp" not in entry]
@@ -204,7 +199,6 @@ def dequantized_from(spelling: str, name: str) -> Change:
 
 
 def _without(ending: str) -> Change:
-    """The scales of two experts are not stored."""
     return dropped(rf"^model\.layers\.5\.mlp\.experts\.(3|9)\..*{ending}")
 
 

@@ -1,7 +1,5 @@
 """A public bug report: its row in lab/reports.md, and the case that rebuilds it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +53,6 @@ class Report:
 
     @property
     def key(self) -> str:
-        """What tests call it."""
         return self.thread.replace("/", "-")
 
 

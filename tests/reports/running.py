@@ -1,7 +1,5 @@
 """Runs the command of a report on its case, as the shell does, in this process."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -29,17 +27,14 @@ class Said:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The findings; of `lint` without a code."""
         return list(self.report["findings"]) if self.report else []
 
     @property
     def text(self) -> str:
-        """Everything that was said."""
         return json.dumps(self.report) + self.errors
 
 
 def make(case: Case, starts: Starts, work: Path) -> Path:
-    """The sound case in a new directory."""
     work.mkdir()
     if case.start:
         model, _, kind = case.start.partition("/")
@@ -52,7 +47,6 @@ def make(case: Case, starts: Starts, work: Path) -> Path:
 
 
 def run(command: str, work: Path) -> Said:
-    """What `command` prints in a directory."""
     program, *words = shlex.split(command)
     assert program == "ckptkit"
     at = words.index("--") if "--" in words else len(words)
@@ -83,7 +77,6 @@ def _all(said: Said) -> Iterator[str]:
 
 
 def _code(finding: dict[str, Any]) -> str:
-    """The code of a finding; of `lint`, whose findings have none, its kind."""
     return str(finding.get("code") or f"lint: {finding['kind']}")
 
 

@@ -1,7 +1,5 @@
 """Test models in sizes that INT4 kernels have tiles for, so that their INT4 is sound for an engine too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

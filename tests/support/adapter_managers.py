@@ -4,8 +4,6 @@ JOBS is JSON: a list of [base, adapter, output]. Each output gets what the manag
 add to the base's weights, by the engine's module and the part of it; or `refused` with the engine's words.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -26,8 +24,6 @@ RANK = 8
 
 
 class Holding:
-    """Loads the weights as the engine does, and keeps the model."""
-
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
@@ -126,7 +122,6 @@ def unpinned(make: Any) -> Any:
 
 
 def main() -> None:
-    """Does each job."""
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))

@@ -1,7 +1,5 @@
 """LoRA adapters that PEFT itself makes and saves, for test models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A Megatron witness with a defect, which the environment variable BREAK chooses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -47,7 +45,6 @@ def _planted(chunks: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    """Runs the rank, broken."""
     build = witness_megatron.build_chunks
     if HOW == "own":
         witness_megatron.Position.here = _defect

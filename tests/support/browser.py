@@ -1,7 +1,5 @@
 """A real headless Chromium, driven over a pipe (https://chromedevtools.github.io/devtools-protocol/)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,7 +15,6 @@ _PATIENCE_S = 60
 
 
 def found() -> str | None:
-    """The browser on PATH."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -70,7 +67,6 @@ class Page:
             time.sleep(0.05)
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")

@@ -1,7 +1,5 @@
 """A witness that misbehaves as the word in its job says: `python -m support.confined_witness JOB`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import multiprocessing
@@ -16,7 +14,6 @@ _TELL = "CKPTKIT_TEST_TELL_PATH"
 
 
 def main() -> None:
-    """Does what the job asks."""
     if _TELL in os.environ:
         print(_path())
         return

@@ -5,8 +5,6 @@ slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py, `o
 slime/utils/disk_delta.py. miles 31f1ca96 and vime 03a8e1bf have the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib
@@ -27,12 +25,10 @@ State = Mapping[str, Tensor]
 
 
 def version_at(root: Path, number: int) -> Path:
-    """The directory of a version."""
     return root / f"weight_v{number:06d}"
 
 
 def digest(algorithm: str, content: bytes) -> str:
-    """The checksum of a tensor's new bytes."""
     match algorithm:
         case "xxh3-128":
             return xxhash.xxh3_128_hexdigest(content)
@@ -51,12 +47,10 @@ def encoded(encoding: str, old: bytes, new: bytes) -> bytes:
 
 
 def raw(tensor: Tensor) -> bytes:
-    """The bytes of a tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def packed(payload: bytes) -> Tensor:
-    """A payload as it is stored."""
     return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=1).compress(payload)), dtype=torch.uint8)
 
 
@@ -106,7 +100,6 @@ def publish_chain(root: Path, base: Path, encodings: Sequence[str] = ("xor",) * 
 
 
 def edit_index(path: Path, **metadata: str) -> None:
-    """Changes what the index of a version says of it."""
     index = json.loads((path / INDEX).read_text())
     index["metadata"] |= metadata
     (path / INDEX).write_text(json.dumps(index))

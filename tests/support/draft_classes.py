@@ -4,8 +4,6 @@ OUTPUT gets JSON: for each draft what its class left unwritten of its parameters
 each tensor went; or what the engine refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -28,8 +26,6 @@ SCRATCH = Path(mkdtemp(prefix="drafts-"))
 
 
 class Seen:
-    """What one load showed."""
-
     def __init__(self, engine: Any) -> None:
         self.engine, self.held = engine, dict[str, Any]()
 
@@ -95,7 +91,6 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
 
 
 def main() -> None:
-    """Loads each, and goes on after one that the engine refuses."""
     name, target, output, *drafts = sys.argv[1:]
     found: dict[str, Any] = {}
     for draft in drafts:

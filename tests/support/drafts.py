@@ -1,7 +1,5 @@
 """EAGLE draft models with random weights, as trainers save them, for a target of hidden size 128 and 352 tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,6 @@ KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 
 
 def tensors_of(kind: str) -> dict[str, Tensor]:
-    """The tensors of a kind, written by hand."""
     config, first, parts = KINDS[kind]
     torch.manual_seed(3)
     hidden, drafted = config.get("hidden_size", HIDDEN), config.get("draft_vocab_size", TOKENS)
@@ -68,7 +65,6 @@ def tensors_of(kind: str) -> dict[str, Tensor]:
 
 
 def save_draft(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
-    """A draft model in a new directory."""
     path.mkdir(parents=True)
     save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
@@ -76,5 +72,4 @@ def save_draft(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
 
 
 def made_draft(kind: str, path: Path) -> Path:
-    """A sound draft model."""
     return save_draft(path, tensors_of(kind), KINDS[kind][0])

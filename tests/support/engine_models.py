@@ -1,7 +1,5 @@
 """Small models for a live SGLang engine on GPUs, within the limits of its kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Transformer Engine makes no module without a GPU, though it needs one only to co
 that there is one; what the model asks of a checkpoint, and what it then holds, is the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

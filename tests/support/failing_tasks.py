@@ -3,8 +3,6 @@
 `python tests/support/failing_tasks.py ADDRESS ROUNDS` prints how often each happened.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

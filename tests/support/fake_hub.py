@@ -1,7 +1,5 @@
 """A server with one model repository that answers what huggingface_hub asks to list and read it; it takes no writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

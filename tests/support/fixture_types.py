@@ -1,7 +1,5 @@
 """The types of the fixtures that are functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Releases in low-precision floats, made from plain ones by formulas of their own, each as its writer spells it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +53,6 @@ _KEYS = {"fp8": "ignored_layers", "mxfp8": "ignored_layers", "quark": "exclude"}
 
 
 def _listing(config: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
-    """The config with these modules in its list, besides what is there."""
     found = dict(config)
     for section, usual in (("quantization_config", "ignore"), ("quantization", "exclude_modules")):
         if left and section in found:
@@ -92,7 +89,6 @@ def deepseek_powers(module: str, weight: Tensor) -> Mapping[str, Tensor]:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """The bytes of powers of two."""
     return (torch.log2(scale) + 127).to(torch.uint8)
 
 

@@ -6,8 +6,6 @@ stand in the place of `ckptkit.verify.witnesses.process.sandbox.start_confined`,
 started and ends start it for real.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -48,7 +46,6 @@ class Forked:
         return int(code.read_text()) if code.exists() else None
 
     def wait(self, limit_s: float = 600) -> int:
-        """Waits for its end. Raises TimeoutError."""
         return int(self._read("code", limit_s))
 
     def _read(self, what: str, limit_s: float) -> str:
@@ -116,7 +113,6 @@ def run_module(package: Package, module: object, *words: object) -> str:
 
 
 def run_script(package: Package, code: str, *words: object) -> str:
-    """As `run_module`, of the text of a script."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "script.py"
         file.write_text(code)
@@ -234,7 +230,6 @@ def _import_megatron() -> None:
 
 
 def main() -> None:
-    """Reads orders from stdin, line by line."""
     import gc
 
     {"sglang": _import_sglang, "megatron": _import_megatron}[sys.argv[1]]()

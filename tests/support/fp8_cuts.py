@@ -4,8 +4,6 @@ CASES.json is a list of `{"ranks": .., "attention": .., "dims": {..}}`; it gets,
 refuses to build. Layers are made on the meta device, by the classes that the engine's models make them of.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping

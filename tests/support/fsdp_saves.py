@@ -3,8 +3,6 @@
 Written by hand from megatron-core `transformer/fsdp_dtensor_checkpoint.py`: Megatron-FSDP runs on GPUs only.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reads pickles that call what scanners of pickles know as dangerous, and says what of it ran. Started by a test."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -4,8 +4,6 @@ In the file blank lines part the rules. A rule is its name and its forms, one a 
 `<name>` stands for a form of that rule, `<break>` for the end of a line, and `<none>` for nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re

@@ -5,8 +5,6 @@ first as they should be and then with a fault planted. OUT/RANK.json gets, by la
 error and what was raised. `run` starts it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

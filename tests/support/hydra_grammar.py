@@ -1,7 +1,5 @@
 """Overrides made by `hydra_grammar.txt`, and how the settings that we read compare with those that Hydra composes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ ENVIRONMENT = {"HOME": "/home/me"}
 
 
 def overrides(number: int) -> list[str]:
-    """The overrides of this number."""
     return text_of(Path(__file__).with_suffix(".txt"), number, {"value": "x"}).split(" ;; ")
 
 
@@ -66,7 +63,6 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as its reader takes it: a number by its size, a truth by its name."""
     text = "null" if value is None else str(value)
     if text.lower() in ("true", "false", "null"):
         return text.lower()

@@ -1,7 +1,5 @@
 """Which versions of the libraries under test are installed, for tests whose truth differs between them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

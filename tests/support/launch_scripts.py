@@ -1,7 +1,5 @@
 """Launch scripts of seven families, each written in another way that bash allows: launches/ has the texts."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -56,14 +54,12 @@ def write_launch(folder: Path, name: str, root: Path, template: str = RAY, chang
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """A directory with the config.json of a family's release, and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(load(FAMILIES[name].release).config))
     return folder
 
 
 def write_headers(folder: Path, name: str) -> Path:
-    """The release of a family as headers without data."""
     return write(load(FAMILIES[name].release), folder)
 
 
@@ -79,7 +75,6 @@ def quantized_launch(
 
 
 def loads(report: Report) -> list[str]:
-    """What preflight says each role loads."""
     return list(report.facts["what would be loaded"])
 
 

@@ -1,7 +1,5 @@
 """Looks into and changes what real Megatron saved in its legacy format, one file a rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,6 @@ def loaded(path: Path) -> State:
 
 
 def rewrite(root: Path, change: Callable[[State], None], *names: str) -> None:
-    """Changes what these ranks (all without names) saved."""
     for name, path in rank_files(root).items():
         if not names or name in names:
             state = loaded(path)

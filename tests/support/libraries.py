@@ -1,7 +1,5 @@
 """Asks tokenizers and transformers in this process, as `ckptkit.verify.evidence.side` does in one of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

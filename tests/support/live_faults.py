@@ -3,8 +3,6 @@
 OUT/FAULT gets the report of each fault that touches the model, and OUT/none that of none. `reports` starts this.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

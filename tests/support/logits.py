@@ -1,7 +1,5 @@
 """What transformers computes of small models, for comparison with an engine's own forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +38,6 @@ def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tu
 
 
 def distance(logits: Tensor, exact: Tensor) -> Tensor:
-    """The mean difference; engines pad the vocabulary."""
     return (logits[..., : exact.shape[-1]] - exact).abs().mean()
 
 

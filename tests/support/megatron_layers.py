@@ -4,8 +4,6 @@ For tests of mappings through Megatron's forward pass, in processes that import 
 modules of `ckptkit.verify.witnesses.megatron.variants` that only hold parameters a forward pass.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any
@@ -30,7 +28,6 @@ from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLin
 
 
 def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis times a factor, computed in float32, in the dtype of the tensor."""
     wide = tensor.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).type_as(tensor)
 

@@ -1,7 +1,5 @@
 """Parallel layouts to load test models at, as keywords of Subject."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

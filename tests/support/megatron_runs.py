@@ -1,7 +1,5 @@
 """Real Megatron for tests, in processes of their own: logits of given weights."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,8 +17,6 @@ from support.forking import run_module
 
 @dataclass(frozen=True)
 class Case:
-    """A model for Megatron to run: its HF config, and its weights as global tensors."""
-
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
@@ -76,7 +72,6 @@ def _assign(model: Any, case: Case, experts: int) -> None:
 
 
 def main() -> None:
-    """The folder with the input."""
     _run_logits(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()
 

@@ -4,8 +4,6 @@ Beside the weights is what a training run also saves: optimizer, random states, 
 which rank writes: Megatron-LM `training/checkpointing.py`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import tempfile
@@ -70,7 +68,6 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
 
 
 def main() -> None:
-    """Forks the ranks, so that Megatron is imported once and not once a rank."""
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noqa: F401
 
@@ -195,7 +192,6 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
 
 
 def _optimizer(model: Any, distributed: bool = True) -> Any:
-    """Megatron's optimizer of a wrapped model on the CPU, after a step too small to show in bfloat16."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     own = torch.Tensor.type
@@ -230,7 +226,6 @@ def _cpu_for_cuda() -> Any:
 
 
 def _wrapped(chunk: Any, bucket_size: int | None) -> Any:
-    """The chunk in Megatron's data parallel wrapper, which moves its parameters into buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(

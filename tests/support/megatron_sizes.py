@@ -1,7 +1,5 @@
 """What real Megatron says to parallel sizes: builds rank 0 of a model in its own process, in a group of no ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,7 +55,6 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
 
 
 def main() -> None:
-    """The folder with the input."""
     from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()

@@ -1,7 +1,5 @@
 """Texts of findings and errors, compared by the data in them: tests do not depend on the wording."""
 
-from __future__ import annotations
-
 import re
 
 

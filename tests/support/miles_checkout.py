@@ -1,7 +1,5 @@
 """A checkout in the shape of miles': models and launchers in Python, which can be run, and are read."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

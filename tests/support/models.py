@@ -1,7 +1,5 @@
 """Small models with random seeded weights, made by transformers: the independent truth that tests compare with."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +34,6 @@ def save(
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of an HF directory, by the safetensors library alone."""
     return {key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
@@ -73,8 +70,6 @@ def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
 
 
 class InMemory:
-    """A ckptkit Checkpoint made of tensors at hand."""
-
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self.config = dict(config)
         self.tensors = dict(tensors)
@@ -82,10 +77,8 @@ class InMemory:
         self.groups = [(name,) for name in tensors]
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """These tensors."""
         return {name: self.tensors[name] for name in names}
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """The bytes of every file below a directory, by its path in it."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -1,7 +1,5 @@
 """Which cases of a long test run in every `make test`; the others run in `make test-nightly`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ that. A machine that never ran these kernels first compiles Marlin's for experts
 here it runs on all of them, while the first engine starts.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -41,7 +39,6 @@ except RuntimeError:
 
 
 def start(model: Path) -> Any:
-    """An engine that serves this directory."""
     import sglang
 
     return sglang.Engine(
@@ -93,7 +90,6 @@ def send(engine: Any, bucket: Bucket, loader: str | None = None) -> None:
 
 
 def update(engine: Any, online: OnlineQuantizer, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """One whole update, quantized on the GPU."""
     send(engine, [], BEGIN)
     for bucket in online.stream((name, tensor.cuda()) for name, tensor in weights):
         send(engine, bucket)
@@ -101,7 +97,6 @@ def update(engine: Any, online: OnlineQuantizer, weights: Iterator[tuple[str, Te
 
 
 def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterator[tuple[str, Any]]:
-    """Every step's name and result."""
     bf16 = Path(order["bf16"])
     online = OnlineQuantizer(HfCheckpoint(order["int4"]).config, order["int4"])
     engine = start(Path(order["int4"]))

@@ -1,7 +1,5 @@
 """A small model like Kimi K2, by its tensors and names, for the tests of the online quantizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

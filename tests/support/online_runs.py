@@ -5,8 +5,6 @@ trainer}, and "broken" where that is tried. The model and its `load_weights` are
 Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.layouts.marlin`. `run` starts that.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +32,6 @@ def state(model: nn.Module) -> State:
 
 
 def differing(one: State, other: State) -> list[str]:
-    """Names of tensors that are in both and not equal bit for bit."""
     return [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
 
 
@@ -46,7 +43,6 @@ def trainer(path: Path, change: Callable[[str], str] = str) -> Iterator[tuple[st
 
 
 def swapped(name: str) -> str:
-    """Experts 4 and 5 of layer 3 under each other's names."""
     other = {"layers.3.mlp.experts.4.": "layers.3.mlp.experts.5.", "layers.3.mlp.experts.5.": "layers.3.mlp.experts.4."}
     return next((name.replace(one, two) for one, two in other.items() if one in name), name)
 
@@ -74,7 +70,6 @@ def left_out(model: nn.Module, online: OnlineQuantizer, path: Path) -> str:
 
 
 def message(call: Callable[[], object]) -> str:
-    """What a call raises, in a line."""
     try:
         call()
     except (CkptkitError, RuntimeError, AssertionError, ValueError, AttributeError) as error:
@@ -141,7 +136,6 @@ def marlin_experts(words: Tensor) -> Tensor:
 
 
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
-    """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
     (root / "orders.json").write_text(json.dumps(orders, default=str))
     ran("sglang", root / "log", "support.online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]

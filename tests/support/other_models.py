@@ -1,7 +1,5 @@
 """Small models of the classes of transformers, of any type, saved by transformers itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,6 @@ def small_config(kind: Any) -> Any:
 
 
 def save_small(model_type: str, path: Path) -> Path:
-    """Saves a model of this type with random weights."""
     torch.manual_seed(0)
     model_class: Any = class_for(model_type)
     model_class(small_config(transformers.CONFIG_MAPPING[model_type])).save_pretrained(path)

@@ -4,8 +4,6 @@ A mark in the line before a block says whether the tests run it: `<!-- run -->`,
 `<!-- run without --OPTION: REASON -->`. A block without commands is of the kind `text`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -45,7 +43,6 @@ class Block:
 
     @property
     def commands(self) -> Iterator[str]:
-        """Its lines, continued ones as one; in a transcript those behind a prompt."""
         lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
         if self.kind == "console":
             return (line.removeprefix("$ ") for line in lines if line.startswith("$ "))

@@ -1,7 +1,5 @@
 """Python processes that tests start: they find the packages and the test modules."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,7 +27,6 @@ def python(*words: object, given: str = "", **variables: str) -> subprocess.Comp
 
 
 def ckptkit(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line with these arguments."""
     return python("-m", "ckptkit", *arguments, **variables)
 
 

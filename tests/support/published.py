@@ -1,7 +1,5 @@
 """Ignore lists as they are published, with the models that they belong to, cut to four layers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +63,6 @@ MINIMAX_LIST = ["lm_head", "model.embed_tokens", "re:.*self_attn.*", r"re:.*bloc
 
 
 def quantization(ignore: Sequence[str], targets: Sequence[str] = ("Linear",), groups: int = 1) -> dict[str, Any]:
-    """The quantization_config of a release."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
     group = {"targets": list(targets), "weights": weights, "input_activations": None, "output_activations": None}
     content = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
@@ -86,7 +83,6 @@ def write(
 
 
 def packed(module: str) -> Iterator[str]:
-    """Names of a packed weight."""
     yield from (f"{module}.weight_{part}" for part in ("packed", "scale", "shape"))
 
 
@@ -137,7 +133,6 @@ def unfolded(name: str) -> Iterator[str]:
 
 
 def restored(value: Any) -> Any:
-    """The value as config.json has it."""
     if not isinstance(value, Mapping):
         return value
     if value.keys() == {"folded"}:

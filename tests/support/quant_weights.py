@@ -1,7 +1,5 @@
 """Rows of every kind that has broken a quantizer, and compressed-tensors' own answer for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

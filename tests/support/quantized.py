@@ -1,7 +1,5 @@
 """Quantized releases made from plain ones, by formulas of their own, with the weights that they mean."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -186,7 +184,6 @@ def widen(path: Path, plain: Path, part: str) -> None:
 
 
 def one_target(content: dict[str, Any]) -> None:
-    """Every group of a quantization_config is for Linear."""
     for group in content["config_groups"].values():
         group["targets"] = ["Linear"]
 
@@ -215,7 +212,6 @@ def group_config(form: str, *groups: Mapping[str, Any], ignore: Iterable[str] = 
 
 
 def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
-    """A quantization_config as the releases have it."""
     arguments = {
         "num_bits": 4,
         "type": "int",

@@ -40,30 +40,24 @@ class Bucket:
         return cls(name, client)
 
     def url(self, prefix: str) -> str:
-        """The s3:// URL of a directory in it."""
         return f"s3://{self.name}/{prefix}"
 
     def put(self, key: str, content: bytes) -> None:
-        """Stores an object."""
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
     def put_directory(self, root: Path, prefix: str) -> None:
-        """Stores every file below a directory."""
         for path in sorted(root.rglob("*")):
             if path.is_file():
                 self.put(f"{prefix}/{path.relative_to(root)}", path.read_bytes())
 
     def get(self, key: str) -> bytes:
-        """An object."""
         content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
         return content
 
     def delete(self, key: str) -> None:
-        """Removes an object."""
         self.client.delete_object(Bucket=self.name, Key=key)
 
     def listed(self) -> list[str]:
-        """The keys of all objects, sorted."""
         return sorted(entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", []))
 
 
@@ -124,8 +118,6 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 class SilentHandler(BaseHTTPRequestHandler):
-    """Says nothing on stderr."""
-
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: object) -> None:

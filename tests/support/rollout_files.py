@@ -3,8 +3,6 @@
 `Sample` is written down here field by field after slime/utils/types.py, and `to_dict` does what its own does.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -66,18 +64,15 @@ class Sample:
     prefix_cache_info: dict[str, int] = field(default_factory=lambda: {"cached_tokens": 0, "total_prompt_tokens": 12})
 
     def to_dict(self) -> dict[str, Any]:
-        """What slime saves of it."""
         return self.__dict__.copy()
 
 
 def write(path: Path, samples: Sequence[Sample], **more: Any) -> Path:
-    """The file of --save-debug-rollout-data."""
     torch.save({"rollout_id": 7, "samples": [one.to_dict() for one in samples], **more}, path)
     return path
 
 
 def model(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The model of an HF directory."""
     found: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     return found
 

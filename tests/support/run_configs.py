@@ -4,8 +4,6 @@ The settings are those of the real TransformerConfig that the witness builds, wr
 megatron-core has it (0.17 and later), else as that writes what is not plain data.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields

@@ -5,8 +5,6 @@ for bit, and none was left unwritten; or ckptkit or SGLang refuses it, and the r
 leaves something out that LIMITS names. All else is a false failure.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

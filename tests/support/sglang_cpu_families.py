@@ -1,7 +1,5 @@
 """What SGLang 0.5.16 computes of test models of `families` on the CPU, with torch alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ MODELS has a model in each directory. For each, OUT gets NAME.pt, the logits of 
 compute. Ours is only the memory for keys and values, and experts are told to take SGLang's torch path. `run` starts it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +50,6 @@ class Memory:
 
 
 def logits_of(model: Any, prompts: Tensor) -> Tensor:
-    """Logits [prompts, tokens, vocabulary] of a loaded SGLang model."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context

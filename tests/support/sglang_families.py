@@ -1,7 +1,5 @@
 """What SGLang 0.5.16 and 0.5.23 make of each test model of `families`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

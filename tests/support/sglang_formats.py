@@ -1,7 +1,5 @@
 """Test models of every model type in INT4 and in FP8 blocks, for SGLang."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 CONFIGS is {case: content of config.json}. Each model class is built on the meta device. `looked_up` starts that.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ The tokens are those of `families.case.tokens`. A prompt ends at every position,
 prompt's last token.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

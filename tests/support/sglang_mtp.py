@@ -4,8 +4,6 @@ Only what needs a GPU is replaced: norms and linear layers by torch's, the decod
 decides the order in which a class joins embedding and hidden state, and for MiMo the names of weights. `run` starts it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -177,7 +177,6 @@ def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int
 
 
 def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
-    """`quantization_config` in compressed-tensors' words."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
     return {
@@ -260,7 +259,6 @@ Judged = Callable[[str], tuple[Any, Any, Any]]
 
 
 def reported(run: Answer[LoadReport]) -> LoadReport:
-    """The report of a run, which must have ended."""
     assert run.report is not None, run
     return run.report
 
@@ -276,7 +274,6 @@ def refusal(run: Answer[LoadReport]) -> str:
 
 
 def answered(report: LoadReport) -> Answer[LoadReport]:
-    """A run that ended well."""
     return Answer({0: report}, {})
 
 

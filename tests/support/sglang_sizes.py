@@ -1,7 +1,5 @@
 """Test models in sizes that groups and blocks of 128 and the tiles of SGLang's INT4 kernels divide."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,6 +42,5 @@ def widened(name: str) -> Case:
 
 
 def sizes_of(name: str, text: Any) -> Mapping[str, int]:
-    """The sizes for a model's text config."""
     attention = _SIZES["latent"] if hasattr(text, "kv_lora_rank") else OWN.get(name, ATTENTION)
     return {**MLP, **_SIZES["linear_attention"], **attention}

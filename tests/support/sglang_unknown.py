@@ -3,8 +3,6 @@
 Its version is 9.9.9, and what the environment variable LACKS names (`module:attribute`) is not in it.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 

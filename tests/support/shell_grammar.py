@@ -1,7 +1,5 @@
 """Bash scripts made by `shell_grammar.txt`, what real bash gives to their trainer, and how our words compare."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence
@@ -28,7 +26,6 @@ FILES = {
 
 
 def script(number: int) -> str:
-    """The script of this number: the same one at every call."""
     return text_of(Path(__file__).with_suffix(".txt"), number, {"statement": ":"})
 
 

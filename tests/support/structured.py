@@ -4,8 +4,6 @@ What training balances is put there from its reason: rows and columns that answe
 that do not get sizes of their own. Norms, residual channels and rotary frequencies vary alike in all layers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +50,6 @@ def _experts(layer: str, channels: Tensor, random: torch.Generator) -> Iterator[
 
 
 def structured(seed: int = 0) -> Tensors:
-    """Every tensor of the model, in bfloat16."""
     random = torch.Generator().manual_seed(seed)
     channels, attention, mlp = (_sizes(HIDDEN, spread, random) for spread in (0.2, 0.5, 0.5))
     turned = _sizes(HEAD // 2, 0.5, random)
@@ -77,7 +74,6 @@ def unstructured(seed: int = 0) -> Tensors:
 
 
 def save(tensors: Tensors, path: Path, *, tokenizer: bool = False) -> Path:
-    """Writes an HF directory of them; `tokenizer`: one of bytes."""
     path.mkdir(parents=True, exist_ok=True)
     MixtralConfig(
         architectures=["MixtralForCausalLM"],

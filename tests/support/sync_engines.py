@@ -83,8 +83,6 @@ class FakeEngine:
         self.version = str(version)
 
     def rank(self, rank: int) -> dict[str, Tensor]:
-        """The parameters of one rank."""
-
         def rows(tensor: Tensor, size: int, index: int) -> Tensor:
             each = tensor.shape[0] // size
             return tensor[index * each : (index + 1) * each]

@@ -3,8 +3,6 @@
 A run is a list of `Update`s: two sound ones, then each fault that touches the model, with a sound one after it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -158,7 +156,6 @@ def _stepped(name: str, one: Tensor, version: int) -> Tensor:
 
 @cache
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """On the GPU, where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: one.to(device) for name, one in models.tensors(path).items()}
 
@@ -188,7 +185,6 @@ def checked(
 
 
 def lost(check: WeightSyncCheck) -> dict[str, Any]:
-    """What the check says of weights that slept."""
     try:
         return {"raised": "", "compared": check.after_resume()}
     except CkptkitError as error:

@@ -4,8 +4,6 @@ It writes a line of ROOT/reports.jsonl a check. ROOT/models has the models. All 
 trainers send them: as handles of GPU memory in a request over HTTP, in several buckets. `run` starts this.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -43,8 +41,6 @@ def run(root: Path, tp: int) -> tuple[dict[str, Any], str]:
 
 
 class Server:
-    """A running server that weights are sent to."""
-
     def __init__(self, url: str, tp: int) -> None:
         self.url, self._tp = url, tp
 
@@ -88,7 +84,6 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
 
 
 def wait(server: Server, seconds: float = 200) -> None:
-    """Until the server says what it serves."""
     end = time.monotonic() + seconds
     with waiting(f"{server.url} to start"):
         while True:
@@ -132,7 +127,6 @@ class Sender:
                 server.send([], version, END)
 
     def update(self, version: int, *, as_version: int | None = None, cuts_layers: bool = False) -> dict[str, Any]:
-        """One whole update; what the check says of it, and what the update took in seconds."""
         sent = weights(self.tensors, version)
         began = time.perf_counter()
         self.deliver(sent, version if as_version is None else as_version, cuts_layers=cuts_layers)

@@ -4,8 +4,6 @@ Each rank loads each directory MODEL as SGLang does, then updates it by `load_we
 says, and writes OUT/NAME-RANK.json: a list of what the checker answers after each update. `checksums` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

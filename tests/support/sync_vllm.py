@@ -4,8 +4,6 @@ OUT gets a JSON line a check: its step, and what the check said. With several ST
 its own, which the trainer's tied embeddings are. `outcomes` starts this, a process a model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -50,8 +48,6 @@ def ways(path: Path) -> Sequence[str]:
 
 
 class Engine:
-    """A `vllm.LLM`, and the check of what it was sent."""
-
     def __init__(self, path: Path, stages: int) -> None:
         import vllm
 
@@ -74,7 +70,6 @@ class Engine:
         self.renew()
 
     def renew(self) -> None:
-        """A check that knows nothing yet."""
         self.check = WeightSyncCheck(self.llm.collective_rpc, program="vllm")
 
     def deliver(self, way: str, sent: Weights) -> None:

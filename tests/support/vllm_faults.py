@@ -3,8 +3,6 @@
 Each is a name of ALTER. A fault of a step replaces a function of vLLM until `restored` puts it back.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Small models in sizes that kernels of an H100 take, in every format: for vLLM's steps after loading."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +52,6 @@ ROWS = ("rows", "rows with zero points")
 
 
 def labels(models: Iterable[str], forms: Iterable[str] = FORMATS) -> list[str]:
-    """Every format of these models."""
     return [f"{model}, {form}" for model in models for form in forms]
 
 

@@ -46,5 +46,4 @@ class Updated(WeightReader):
             parameter.data.zero_()
 
     def held(self, name: str) -> Any:
-        """A parameter."""
         return self.model_runner.get_model().get_parameter(name).detach().clone()

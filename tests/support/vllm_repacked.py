@@ -4,8 +4,6 @@
 by vLLM's own reference for its tests (`marlin_utils_test`), and a product by one with the weight that was repacked.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -40,7 +38,6 @@ _KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
 
 
 def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
-    """All but what matches."""
     return ((name, tensor) for name, tensor in weights if not pattern.fullmatch(name))
 
 

@@ -1,7 +1,5 @@
 """What must be true of vLLM's steps after loading, with CUDA and with stand-ins for its kernels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +32,6 @@ class Steps:
 
     @pytest.mark.parametrize("label", CLEAN)
     def test_sound_checkpoints_stand_for_the_same(self, label: str, made: Made) -> None:
-        """Every tensor is where vLLM keeps it before its steps, and stands for the same after them."""
         run = made[1][label]
         assert run.report is not None, run
         assert run.failure is None
@@ -55,7 +52,6 @@ class Steps:
 
     @pytest.mark.parametrize("label", MISORDERED)
     def test_scales_of_experts_no_wider_than_a_group_are_misordered(self, label: str, made: Made) -> None:
-        """The scales of gate and up of every expert, and nothing else."""
         report = reported(made[1][label])
         assert (report.unwritten, report.dropped, report.differing, report.unchecked) == ((), (), (), ())
         assert {one.param for one in report.repacked or ()} == {

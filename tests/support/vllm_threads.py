@@ -1,7 +1,5 @@
 """Faults of public threads about vLLM, planted in checkpoints, each with the sound one that it was made of."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,7 +72,6 @@ _KEPT = {"draft": DRAFT, "attention": ATTENTION}
 
 
 def sound(thread: Thread, root: Path) -> Path:
-    """The checkpoint before anything is planted."""
     plain, target = root / thread.model, root / f"{thread.model} {thread.form}"
     family, config = MODELS[thread.model]
     if not plain.exists():
@@ -101,8 +98,6 @@ def sound(thread: Thread, root: Path) -> Path:
 
 
 def planted(thread: Thread, root: Path, target: Path) -> Path:
-    """A copy of the sound checkpoint with the fault."""
-
     def left(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {} if re.fullmatch(thread.lost, name) else {name: tensor}
 

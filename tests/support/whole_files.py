@@ -1,7 +1,5 @@
 """The smallest files that are what their names say: a config, weights without a model around them, a manifest."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -37,7 +35,6 @@ def write(file: Path, content: str | bytes | None = None) -> None:
 
 
 def write_files(folder: Path, *names: str) -> None:
-    """Writes whole files of these names."""
     for name in names:
         write(folder / name)
 

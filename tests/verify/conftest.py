@@ -1,7 +1,5 @@
 """What the tests of verification share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,26 +20,21 @@ _OPTIONS = {one.name for one in fields(VerifyOptions)}
 
 @pytest.fixture
 def fresh(releases: PathOf, copy_of: CopyOf) -> PathOf:
-    """`fresh(name)`: a copy of a release, to be broken."""
     return lambda name, **options: copy_of(releases(name, **options))
 
 
 @pytest.fixture
 def fresh_megatron(converted: PathOf, copy_of: CopyOf) -> PathOf:
-    """`fresh_megatron(name)`: a copy of a converted release, to be broken."""
     return lambda name: copy_of(converted(name))
 
 
 @pytest.fixture(scope="session")
 def codes() -> Callable[[Report], list[str]]:
-    """`codes(report)`: the codes of all findings, each once, in order."""
     return lambda report: list(dict.fromkeys(finding.code for finding in report.findings))
 
 
 @pytest.fixture(scope="session")
 def only() -> Callable[[Report], Finding]:
-    """`only(report)`: the one finding that there must be."""
-
     def one(report: Report) -> Finding:
         assert len(report.findings) == 1, [str(finding) for finding in report.findings]
         return report.findings[0]

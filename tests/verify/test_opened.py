@@ -1,7 +1,5 @@
 """`ckptkit.open`, held against what other programs read of the same files: safetensors, transformers, Megatron."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`verify/quirks`: every row has what it needs and is about a tested release; other releases have no such quirk."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

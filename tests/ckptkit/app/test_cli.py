@@ -1,7 +1,5 @@
 """Bad input through the real command: one clear message, the right exit code, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -152,16 +150,6 @@ def test_the_example_of_a_verb_is_a_line_that_it_takes(ckptkit: Run) -> None:
         assert ckptkit(name, "--help").stdout.endswith(f"Example:\n  {row.example}\n")
 
 
-def test_the_help_of_verify_has_each_option_once_in_sections(ckptkit: Run) -> None:
-    shown = ckptkit("verify", "--help").stdout
-    assert {"Compare with", "Ask real programs", "Other"} < set(re.findall(r"^([A-Z][^\n]*):$", shown, re.M))
-    command = cli.get_command(click.Context(cli), "verify")
-    options = [one for one in command.params if isinstance(one, click.Option)] if command else []
-    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)
-    assert sorted(listed) == sorted([*(one.opts[-1 if len(one.opts[0]) == 2 else 0] for one in options), "--help"])
-    assert listed.index("--source") < listed.index("--against-megatron") < listed.index("--strict")
-
-
 @pytest.mark.parametrize("named", [["vllm"], ["sglang", "slime"]], ids=str)
 def test_the_next_command_asks_for_the_readers_that_were_named(
     named: list[str], releases: PathOf, tmp_path: Path, ckptkit: Run
@@ -193,7 +181,6 @@ def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quie
 
 
 def inspect_where(statement: str, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """`ckptkit inspect` where opening an HF directory runs this statement."""
     program = (
         "import ckptkit.formats.hf.reader as s\n"
         f"def stop(*a): {statement}\n"

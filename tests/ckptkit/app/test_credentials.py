@@ -1,7 +1,5 @@
 """URLs with credentials: refused by every verb before a library sees them, and shown without what is secret."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

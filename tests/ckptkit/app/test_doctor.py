@@ -1,7 +1,5 @@
 """`doctor`: what is installed and usable here. And ckptkit from a checkout that is on PYTHONPATH and not installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
@@ -29,8 +27,6 @@ def run(*words: str) -> tuple[int, str]:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without SGLang and without a GPU."""
-
     def version(name: str) -> str:
         if name == "sglang":
             raise PackageNotFoundError(name)

@@ -1,7 +1,5 @@
 """What verbs say on standard error: each step that takes long, silence with -q, and one closing line at the end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -104,7 +102,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for(text: str, stream: StringIO) -> None:
-    """Waits until `text` is there; a test that waits in vain ends with the time limit of all tests."""
     while text not in stream.getvalue():
         time.sleep(0.001)
 

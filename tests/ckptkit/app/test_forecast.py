@@ -1,7 +1,5 @@
 """What `--dry-run` says that a run will take: bytes, memory and seconds of a plan, counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +53,6 @@ class TwoFiles:
 
 
 def plan_of(*steps: Step) -> ConversionPlan:
-    """A plan of these steps into two files."""
     view = View(Source(), Plan(steps, [name for step in steps for name in step.inputs]))
     output = Output(view, TwoFiles())
     return SimpleNamespace(outputs=(output,), files=lambda: dict.fromkeys("12", output))  # type: ignore[return-value]

@@ -1,7 +1,5 @@
 """`gate` with launchers of three kinds, whose trainer is a stub that notes that it ran."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A config.json with values that no model has: every command names the key, soon, and none ends in a traceback."""
 
-from __future__ import annotations
-
 import re
 import resource
 import time
@@ -85,7 +83,6 @@ def test_value_that_no_model_has_is_refused_by_every_command(
 
 @pytest.mark.parametrize("row", daily(CHANGES, CHANGES[::6]), ids=[message[:60] for _, message in CHANGES])
 def test_verify_and_preflight_name_the_value_that_no_model_has(row: tuple[dict[str, Any], str], hostile: Path) -> None:
-    """And `lint`, which may build the model in a process of its own, ends without a traceback."""
     change, message = row
     edit_config(hostile, **change)
     for command in (("verify", hostile, "--json"), ("preflight", "--hf-checkpoint", hostile, "--json")):

@@ -1,7 +1,5 @@
 """Directories whose weights are not safetensors, or not only: what they hold is named, with the way out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -76,7 +74,6 @@ def test_safetensors_beside_pickles_are_used(releases: PathOf, copy_of: CopyOf, 
 
 
 def test_one_file_without_an_index(releases: PathOf, tmp_path: Path) -> None:
-    """Small models are released as one model.safetensors."""
     source = tmp_path / "source"
     shutil.copytree(releases("qwen2-tied"), source, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors(releases("qwen2-tied")), source / "model.safetensors", metadata={"format": "pt"})

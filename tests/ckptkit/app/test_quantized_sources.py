@@ -1,7 +1,5 @@
 """Quantized releases as sources and references of a conversion: what is said about them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -33,7 +31,6 @@ WORDS = "FP8 float8_e4m3fn 100 60"
 
 @pytest.fixture(scope="module")
 def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen2-tied in FP8, in blocks that divide nothing."""
     target = tmp_path_factory.mktemp("fp8") / "release"
     config = {"quant_method": "fp8", "weight_block_size": [100, 60]}
     quantized.write(
@@ -47,7 +44,6 @@ def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> str:
-    """What the command says on stdout."""
     return str(CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).stdout)
 
 

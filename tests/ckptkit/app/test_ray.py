@@ -1,7 +1,5 @@
 """On a Ray cluster the same bytes are written, whatever the number of workers and whatever is lost on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -66,7 +64,6 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
-    """The three ways, of a model that takes many files."""
     return {
         "to Megatron": partial(convert, releases("qwen3_moe"), max_shard_size=FILE_BYTES),
         "to HF": partial(convert, converted("qwen3_moe")),
@@ -208,7 +205,6 @@ def test_without_cpus_or_gpus_in_the_cluster_there_is_no_waiting_for_one() -> No
 
 @pytest.fixture
 def task(releases: PathOf, tmp_path: Path) -> TaskInput:
-    """What every task of a run gets."""
     options = RunOptions(
         "convert", str(releases("qwen3_moe")), tmp_path / "out", max_shard_size=FILE_BYTES, memory=1 << 20
     )
@@ -226,7 +222,6 @@ def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> N
 
 
 def act_when_opened(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Something happens when a task has opened a file."""
     opened = FilesWriter._opened
 
     def watched(self: FilesWriter, file: str) -> Any:
@@ -316,14 +311,12 @@ def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> Non
 
 
 def recorded(out: Path) -> list[Path]:
-    """The files of a run in progress that are finished, by the records of its journal."""
     partial = out.with_name(f"{out.name}.partial")
     records = [path.name for path in (partial / JOURNAL).glob("release%*.json")]
     return [partial / record.removesuffix(".json").replace("%", "/") for record in records]
 
 
 def wait_until_begun(out: Path, has_ended: Callable[[], object]) -> None:
-    """Waits until a file is finished, or the run has ended."""
     while not recorded(out) and has_ended() in (None, False):
         time.sleep(0.001)
 

@@ -1,7 +1,5 @@
 """HF directories at URLs, against a real S3 server and a hub: the same tensors and bytes as on a disk."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -36,7 +34,6 @@ SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """An HF directory of two shards and a tokenizer in a folder."""
     root = tmp_path / "two"
     places = {"big": "1.safetensors", "small": "1.safetensors", "other": "2.safetensors"}
     write(root / "config.json", '{"model_type": "x"}')
@@ -198,7 +195,6 @@ MANIFEST = "ckptkit.json"
 
 @pytest.fixture(scope="module")
 def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What it is converted to on this machine. Read only."""
     root = tmp_path_factory.mktemp("megatron") / "qwen-megatron"
     convert(small_release, root)
     return root
@@ -210,7 +206,6 @@ def content(root: Path) -> dict[str, Any]:
 
 
 def uploaded(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """The same of a directory of the bucket."""
     return {key.removeprefix(prefix): _bare(key, bucket.get(key)) for key in bucket.listed() if key.startswith(prefix)}
 
 

@@ -1,7 +1,5 @@
 """Every way in which a URL cannot be read or written: one error each with the next move, and nothing half written."""
 
-from __future__ import annotations
-
 import errno
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A mixture of experts upcycled from a trained model: its text tells whether routers and experts are the right ones."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,7 +67,6 @@ def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_los
 
 
 def rotated(tensors: Tensors) -> Tensors:
-    """Every expert under the number of the next."""
     turned = dict(tensors)
     for name, one in tensors.items():
         head, marker, rest = name.partition(".mlp.experts.")

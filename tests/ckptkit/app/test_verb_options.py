@@ -1,7 +1,5 @@
 """Every option has an effect beside the others given, or is refused with the reason; what a shell offers at TAB."""
 
-from __future__ import annotations
-
 import subprocess
 from itertools import product
 from pathlib import Path
@@ -43,7 +41,6 @@ def options_of(verb: str) -> dict[str, click.Option]:
 
 
 def words_of(option: click.Option) -> list[str]:
-    """The option with a value that it takes."""
     spelled = option.opts[0]
     if option.is_flag:
         return [spelled]
@@ -66,7 +63,6 @@ def parse(verb: str, *words: str) -> str:
 def test_options_without_an_effect_alone_are_refused_and_no_others(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And every one is accepted next to what it needs."""
     monkeypatch.chdir(tmp_path)
     options = options_of(verb)
     said = {name: parse(verb, *words_of(option)) for name, option in options.items()}
@@ -143,7 +139,6 @@ def test_a_size_that_no_machine_has_is_bad_usage(verb: str) -> None:
 
 
 def run(*arguments: str | Path) -> str:
-    """Runs the command line. Returns what it printed."""
     return CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).output
 
 

@@ -1,7 +1,5 @@
 """Large memory that is freed goes back to the system, wherever it lay."""
 
-from __future__ import annotations
-
 import pytest
 from support.nightly import daily
 from support.processes import python

@@ -1,7 +1,5 @@
 """Which variables of the environment may hold a secret, by their names and values."""
 
-from __future__ import annotations
-
 from ckptkit.core.isolation import HIDDEN, is_secret, is_withheld
 
 NAMES = """

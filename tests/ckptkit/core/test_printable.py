@@ -1,7 +1,5 @@
 """Whatever the names in a checkpoint are, what is printed moves no cursor, turns no text round and forges no line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -86,7 +84,6 @@ def assert_harmless(text: str) -> None:
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -131,7 +128,6 @@ def with_files(model: Path) -> None:
 
 
 def with_entries(model: Path) -> None:
-    """An `ignore` list of names, of expressions and of parts of one."""
     quantize(model, model.with_name("int4"), int4_scheme(group_size=32))
     shutil.rmtree(model)
     model.with_name("int4").rename(model)

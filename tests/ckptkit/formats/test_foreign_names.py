@@ -1,9 +1,4 @@
-"""What real Megatron would unpickle is refused before it starts, unless megatron-core and torch write such names.
-
-That all which real Megatron saves is let through: test_megatron_written.py, which has such saves.
-"""
-
-from __future__ import annotations
+"""What real Megatron would unpickle is refused before it starts, unless megatron-core and torch write such names."""
 
 import argparse
 import collections
@@ -30,8 +25,6 @@ from ckptkit.verify.run import verify
 
 
 class Call:
-    """Pickles as a call of a function."""
-
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments
 
@@ -127,7 +120,6 @@ def test_a_damaged_object_is_not_taken_for_a_call(release: Path) -> None:
 
 
 def add_object(release: Path, key: str, value: object) -> None:
-    """Stores one more object in a file of its own."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     torch.save(value, release / "extra.distcp")

@@ -4,8 +4,6 @@ Two ranks saved, tensor parallel 2. Every tensor is filled with a number of its 
 is cut has half more.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct
@@ -98,13 +96,11 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a version saved. Read only."""
     return unpack(ARCHIVES / f"{request.param}.tar.xz", tmp_path_factory.mktemp("versions") / request.param)
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A checkpoint of 0.18.2 that a test may change."""
     return unpack(ARCHIVES / "0.18.2.tar.xz", tmp_path / "release")
 
 

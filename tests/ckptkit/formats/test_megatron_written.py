@@ -3,8 +3,6 @@
 megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: run on both to see both.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
@@ -94,7 +92,6 @@ def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
 )
 @pytest.mark.usefixtures("served")
 def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(saved: Path, releases: PathOf) -> None:
-    """Stacked layers, a padded vocabulary, optimizer state and random states are not findings."""
     release = releases("qwen2-untied")
     subject = Subject(saved / "dense, layers stacked", release, hf_path=release)
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []

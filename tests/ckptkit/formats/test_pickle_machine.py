@@ -1,7 +1,5 @@
 """The restricted unpickler builds what Python builds of plain data, runs nothing, and refuses what costs too much."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -274,8 +272,6 @@ def test_an_attribute_of_a_dict_other_than_metadata_is_refused() -> None:
 
 
 class Evil:
-    """Pickles as a call of os.system."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

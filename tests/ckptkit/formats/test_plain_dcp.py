@@ -4,8 +4,6 @@ test_megatron_versions has what Megatron's converter makes of Megatron-FSDP's; t
 megatron-core's own wrapper and optimizer, on four ranks.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from argparse import Namespace
@@ -134,7 +132,6 @@ def check_whole(path: Path, release: Path, back: Path) -> None:
 
 
 def test_megatron_fsdp_is_read_verified_and_exported(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
-    """Experts, dense layers and float32 biases."""
     save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved")
     facts = inspect(tmp_path / "saved", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron fsdp_dtensor"

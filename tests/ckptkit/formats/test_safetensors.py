@@ -1,7 +1,5 @@
 """The safetensors reader and writer against the safetensors library, and every way a file can be broken."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import product
@@ -29,7 +27,6 @@ TENSORS = {
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal shape, dtype and bytes."""
     as_bytes = [bytes(bytes_of(one.contiguous())) for one in (left, right)]
     return (left.shape, left.dtype) == (right.shape, right.dtype) and as_bytes[0] == as_bytes[1]
 
@@ -81,21 +78,17 @@ def test_shards_are_cut_by_size_and_named_as_hf_does() -> None:
 
 
 def header_of(content: bytes) -> dict[str, dict[str, object]]:
-    """The JSON header of a safetensors file."""
     header: dict[str, dict[str, object]] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return header
 
 
 def with_header(content: bytes, header: object) -> bytes:
-    """The same data under another header."""
     data = content[8 + int.from_bytes(content[:8], "little") :]
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
-    """A mutation of one header field."""
-
     def mutate(content: bytes) -> bytes:
         header = header_of(content)
         header[key][field] = value
@@ -105,7 +98,6 @@ def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
 
 
 def written(path: Path, text: bytes, data: bytes = bytes(4)) -> Path:
-    """A file with this text as its header."""
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
 

@@ -1,9 +1,4 @@
-"""Files of torch.save: ours are read by torch itself, and its own one tensor at a time, with nothing run.
-
-A file in which torch's own reader would find another pickle than ckptkit does is refused.
-"""
-
-from __future__ import annotations
+"""Files of torch.save: ours are read by torch itself, and its own one tensor at a time, with nothing run."""
 
 import errno
 import io
@@ -184,7 +179,6 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
-    """Writes it to `offset` of a new file."""
     saved = SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype))
     file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size, Regions())
     content = bytes_of(tensor.contiguous())
@@ -251,7 +245,6 @@ def _saved(value: object) -> bytes:
 
 
 def _by_torch(content: bytes) -> Any:
-    """What torch.load reads; None where it refuses."""
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, OSError, ValueError, EOFError, KeyError):

@@ -1,7 +1,5 @@
 """What travels beside the weights, and a manifest that nobody should have to trust."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,7 +22,6 @@ from ckptkit.verify.run import verify
 
 
 def link(source: Path, name: str, target: str) -> None:
-    """Puts a link in the place of a file."""
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(target)

@@ -1,7 +1,5 @@
 """A large tensor that passes through as it is: in pieces, never held as a whole, and to the same bytes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +30,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def flip(path: Path, offset: int) -> None:
-    """Changes a bit of this byte."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)

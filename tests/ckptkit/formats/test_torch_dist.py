@@ -1,9 +1,4 @@
-"""torch's own distributed checkpoint reader reads what we write, and our reader what torch and we write.
-
-The calibration of ModelOpt's quantizers is left out by name, all else of them is refused.
-"""
-
-from __future__ import annotations
+"""torch's own distributed checkpoint reader reads what we write, and our reader what torch and we write."""
 
 import io
 import json
@@ -162,7 +157,6 @@ REFUSED = [
 
 
 def add(path: Path, *keys: str) -> None:
-    """Adds small tensors to a torch_dist checkpoint, as torch stores them."""
     root, buffer = path / "release", io.BytesIO()
     torch.save(torch.ones(12, 1), buffer)
     size, place = torch.Size((12, 1)), torch.Size((0, 0))

@@ -1,7 +1,5 @@
 """Bytes are read and written as they are, past the page cache or through it, in no more memory than a reader has."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence
@@ -132,14 +130,12 @@ def test_cuts_tile_and_keep_blocks_whole() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """10 MiB and a bit."""
     (tmp_path / "x").write_bytes(numbers(10 * MIB + 77))
     return tmp_path / "x"
 
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many bytes were asked for, each time."""
     found: list[int] = []
     preadv = os.preadv
 
@@ -220,7 +216,6 @@ def test_unreadable_ranges_are_skipped_by_load_and_raised_by_read(file: Path, tm
 
 
 def test_neighbours_are_joined_without_a_copy_where_they_are_loaded(tmp_path: Path) -> None:
-    """And are the same where they lie apart, or in another order."""
     tensors = {
         name: torch.arange(12, dtype=torch.bfloat16).reshape(3, 4) + 100 * index for index, name in enumerate("abc")
     }

@@ -1,7 +1,5 @@
 """Two runs never write to one destination at once, and a run that was killed is in nobody's way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -64,7 +62,6 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path) -> list[str | Path]:
-    """A command that writes several files to `out`."""
     if request.param == "to HF":
         return ["convert", converted("qwen3_moe"), tmp_path / "out"]
     return ["convert", releases("qwen3_moe"), tmp_path / "out", "--max-shard-size", "1MB"]

@@ -1,7 +1,5 @@
 """No source is lost to its own conversion, by whatever path it is reached: a mount, a link, another spelling."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -39,7 +37,6 @@ def assert_refused(destination: Path, *sources: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A directory of checkpoints: `model` with a folder, and `other`."""
     root = tmp_path / "tree"
     for folder in ("model", "model/sub", "other"):
         write_files(root / folder, "config.json", "model.safetensors")

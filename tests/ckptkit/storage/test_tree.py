@@ -1,7 +1,5 @@
 """What is walked of a directory that others made: no more than is bounded, and nothing outside it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from ckptkit.storage.tree import ForeignFileError, files_below
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory whose folders may be deeper than Python can remove."""
     yield tmp_path
     subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
@@ -95,7 +92,6 @@ def test_links_that_lead_nowhere_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["/nowhere/x", "../x", "a/../../x", "../model-2/x", ".git/x", ".x"])
 def test_links_outside_are_refused(tmp_path: Path, target: str) -> None:
-    """Also where they lead nowhere; a directory with a similar name is outside."""
     for name in ("model", "model-2"):
         (tmp_path / name).mkdir()
     (tmp_path / "model-2/x").touch()

@@ -1,7 +1,5 @@
 """What several threads bring for a file, in pieces of any size and order, is in it when it is closed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -118,8 +116,6 @@ def test_an_abandoned_file_is_written_no_more(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_when_a_file_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
-    """When its last bytes are written, or when it is recorded: nothing of it is left, and only what is there counts."""
-
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,7 +1,5 @@
 """Which Ray cluster is worked on, and what is said where there is none."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import tempfile
@@ -25,7 +23,6 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture
 def closed_port() -> int:
-    """A port of this machine where nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -47,7 +44,6 @@ def test_addresses_where_no_cluster_is(closed_port: int, monkeypatch: pytest.Mon
 
 
 def test_a_cluster_of_its_own_ends_with_the_work(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that crashed, and left its address behind, is not waited for."""
     with tempfile.TemporaryDirectory() as folder:  # Ray's sockets lie below it, and their paths must be short
         monkeypatch.setenv("RAY_TMPDIR", folder)
         file = Path(folder, "ray", "ray_current_cluster")

@@ -1,7 +1,5 @@
 """Groups move through several threads: all of them, never too many bytes at once, and the first error ends it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,8 +44,6 @@ class Numbers:
 
 
 class Sink:
-    """A writer that remembers what it got and how it ended."""
-
     def __init__(self, source: Numbers) -> None:
         self.source, self.values, self.end = source, dict[str, int](), ""
 

@@ -1,7 +1,5 @@
 """A destination appears whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -41,7 +39,6 @@ def refuse(path: Path, match: str, **options: bool) -> CkptkitError:
 
 
 def write_model(out: Path) -> None:
-    """The least that is an HF checkpoint."""
     write(out / "config.json")
     write(out / "model.safetensors")
 
@@ -144,7 +141,6 @@ JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
 
 
 def fill(folder: Path, names: tuple[str, ...]) -> None:
-    """Sound files of these names, and empty folders where a name ends in `/`."""
     for name in names:
         (folder / name).mkdir(parents=True) if name.endswith("/") else write(folder / name)
 

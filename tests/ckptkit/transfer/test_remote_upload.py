@@ -1,7 +1,5 @@
 """HF directories written to a real S3 server: no reader takes them for a checkpoint before they are one."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +27,6 @@ PARTIAL = "out/.ckptkit-partial"
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """A directory with FILES."""
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -37,7 +34,6 @@ def local(tmp_path: Path) -> Path:
 
 
 def keys(*names: str) -> list[str]:
-    """The keys of these files, sorted."""
     return sorted(f"out/{name}" for name in names)
 
 

@@ -1,7 +1,5 @@
 """A run that was cut off goes on where it was, and ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

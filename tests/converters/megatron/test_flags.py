@@ -1,7 +1,5 @@
 """Flags and comments of launch scripts: what Megatron evaluates them to, and what no flag says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -64,7 +62,6 @@ def run(*words: Any) -> str:
 
 
 def printed(root: Path, config: Any) -> list[str]:
-    """The lines of `inspect --megatron-args`, which needs a config alone."""
     (root / "config.json").write_text(json.dumps(config))
     first, *lines, last = run("inspect", "--megatron-args", root).splitlines()
     assert (first, last) == ("MODEL_ARGS=(", ")")

@@ -1,7 +1,5 @@
 """Megatron's legacy format: what real megatron-core models saved rank by rank becomes their release again."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

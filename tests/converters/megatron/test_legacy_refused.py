@@ -1,7 +1,5 @@
 """Legacy checkpoints that are incomplete, damaged, mixed or of another model: refused, with file and tensor."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

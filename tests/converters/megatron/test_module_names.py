@@ -1,7 +1,5 @@
 """Names of global tensors for the names that modules have on a rank, against names written by hand."""
 
-from __future__ import annotations
-
 from support import models
 
 from ckptkit.converters.megatron.module_names import global_name

@@ -1,7 +1,5 @@
 """Which parallel sizes a model divides over, as real megatron-core says too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

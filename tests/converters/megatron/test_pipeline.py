@@ -1,7 +1,5 @@
 """Layers of pipeline stages: by hand, and against megatron-core's functions on every combination of small numbers."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -61,7 +59,6 @@ def test_pipeline_stages_follow_from_training_arguments() -> None:
 
 
 def of_megatron(pipeline: Pipeline) -> Stages | None:
-    """What megatron-core makes of the same numbers; None where it refuses them."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig

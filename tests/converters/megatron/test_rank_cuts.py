@@ -1,7 +1,5 @@
 """Chunks end where tensor-parallel ranks cut: what a rank reads, what Megatron loads, and the bytes on the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -156,7 +154,6 @@ NAMES = ("glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied")
 def test_checkpoint_in_chunks_comes_back_as_the_release(
     in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str
 ) -> None:
-    """Read as a whole, and in pieces of rows, of which columns are cut on the way there."""
     path = in_chunks(name)
     convert(path, tmp_path / "back")
     extents = streamed()

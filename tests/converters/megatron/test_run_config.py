@@ -1,7 +1,5 @@
 """run_config.yaml of Megatron-Bridge gives the arguments that Megatron-LM's own namespace gives otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ MODELS = ("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with MODEL.yaml of each model."""
     require_megatron()
     folder = tmp_path_factory.mktemp("run_configs")
     run_module("megatron", "support.run_configs", folder, *MODELS)

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
 def flat(node: object, key: str = "") -> dict[str, object]:
-    """Every value by its dotted key."""
     if not isinstance(node, dict | list):
         return {key: node}
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
@@ -21,7 +20,6 @@ def flat(node: object, key: str = "") -> dict[str, object]:
 
 
 def main() -> None:
-    """Reads the file's text from the first line, and lists of overrides from the others."""
     text, *lines = Path(sys.argv[1]).read_text().splitlines()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.yaml").write_text(json.loads(text))

@@ -40,7 +40,6 @@ def weights(*, symmetric: bool = True, actorder: str | None = None) -> Quantizat
 
 
 def groups(arguments: QuantizationArgs) -> dict[str, Any]:
-    """One group of all Linear modules."""
     return {"group_0": QuantizationScheme(targets=["Linear"], weights=arguments)}
 
 
@@ -59,7 +58,6 @@ def from_model(hf: str, out: str, recipe: Any) -> None:
 
 
 def quantize(how: str, hf: str, out: str) -> None:
-    """One checkpoint."""
     if how in FLOATS:
         model_free_ptq(hf, out, scheme=how, ignore=BY_NAME, device="cpu")
     elif how == "model_free_ptq":
@@ -105,7 +103,6 @@ def unpack(out: Path, file: str) -> None:
 
 
 def main() -> None:
-    """Reads the job file and writes the seconds of each job beside it."""
     jobs, results = Path(sys.argv[1]), []
     for job in json.loads(jobs.read_text()):
         start = time.monotonic()

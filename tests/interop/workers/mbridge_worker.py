@@ -45,12 +45,10 @@ def both_ways(job: dict[str, str]) -> dict[str, float]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The GPTModel inside Megatron's Float16Module."""
     return model.module
 
 
 def main() -> None:
-    """Reads the job file and writes the result of each job beside it."""
     jobs = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder) / "store"), torch.no_grad():
         results = [convert(job) for job in json.loads(jobs.read_text())]

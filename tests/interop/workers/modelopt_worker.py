@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 
 def main() -> None:
-    """The file to read, and the one to write."""
     written: dict[str, torch.Tensor] = {}
     sets: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, weight in load_file(sys.argv[1]).items():

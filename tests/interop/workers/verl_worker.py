@@ -67,7 +67,6 @@ def save_fsdp(rank: int, store: str, hf: Path, actor: Path) -> None:
 
 
 def save(job: dict[str, str], folder: Path) -> None:
-    """One checkpoint of an actor, with the config and the side files where the merger looks for them."""
     hf, actor = Path(job["hf"]), Path(job["actor"])
     if job["backend"] == "megatron":
         save_megatron(hf, Path(job["megatron"]), actor)
@@ -83,7 +82,6 @@ def save(job: dict[str, str], folder: Path) -> None:
 
 
 def main() -> None:
-    """Saves the jobs of the file, or hands its arguments to the merger."""
     on_cpu()
     if len(sys.argv) > 2:
         runpy.run_module("verl.model_merger", run_name="__main__", alter_sys=True)

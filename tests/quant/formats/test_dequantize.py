@@ -1,7 +1,5 @@
 """Dequantizing every format in every spelling: by hand, by slow formulas, by transformers and compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,21 +32,18 @@ GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint of these tensors dequantizes to."""
     view = dequantized(InMemory({"quantization_config": quantization, **config}, tensors), "here")
     assert view.config == config
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Equal dtype, shape and bytes."""
     return left.dtype == right.dtype and torch.equal(
         left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
     )
 
 
 def fp8(*rows: list[int]) -> Tensor:
-    """FP8 numbers from their bytes."""
     return torch.tensor(rows, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 

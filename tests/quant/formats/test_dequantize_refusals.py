@@ -1,7 +1,5 @@
 """What is refused in a quantized release: errors name tensor and file and come from headers alone if possible."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Codes, scales and zero points, against compressed-tensors' own code and formulas applied weight by weight."""
 
-from __future__ import annotations
-
 import math
 import struct
 

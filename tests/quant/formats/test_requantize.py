@@ -1,7 +1,5 @@
 """Back to INT4 bit for bit: releases made by compressed-tensors, by way of Megatron and without, on both grids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -37,13 +35,11 @@ SCHEMES = [
 
 
 def meant(packed: Packed, shape: tuple[int, ...]) -> torch.Tensor:
-    """The weights that a packed matrix stands for."""
     zero_point = None if packed.zero_point is None else unpack_zero_point(packed.zero_point, packed.scale.shape)
     return dequantize(unpack(packed.words, shape), packed.scale, zero_point)
 
 
 def equal(left: Packed, right: Packed) -> bool:
-    """Whether both hold the same bits."""
     return all(one is other or torch.equal(one, other) for one, other in zip(left, right, strict=True))  # type: ignore[arg-type]
 
 
@@ -172,7 +168,6 @@ def test_a_release_by_way_of_megatron(int4: PathOf, tmp_path: Path, arguments: d
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any) -> None:
-    """A mixture of experts on either grid."""
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, grid))
     convert(tmp_path / "int4", tmp_path / "megatron")
     scheme = int4_scheme(tmp_path / "int4")

@@ -1,7 +1,5 @@
 """The scheme in config.json: what compressed-tensors, transformers and ckptkit make of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -167,13 +165,11 @@ ODD_TOP: dict[str, list[Any]] = {
 
 @pytest.fixture(params=["group", "channel", "asymmetric"])
 def usual(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What ckptkit itself writes."""
     size = None if request.param == "channel" else 32
     return quantization_config(QuantScheme(size, "minmax", ("lm_head",), request.param != "asymmetric"))
 
 
 def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """A key, its value, and the usual config with it."""
     for place, odd in enumerate((ODD_TOP, ODD_GROUP, ODD)):
         for key, value in [(key, value) for key, values in odd.items() for value in values]:
             content = copy.deepcopy(usual)
@@ -183,7 +179,6 @@ def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any
 
 
 def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, Any]) -> object:
-    """The scheme, or why there is none."""
     try:
         return read({"quantization_config": content})
     except CkptkitError as error:

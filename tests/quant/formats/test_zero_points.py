@@ -1,7 +1,5 @@
 """Zero points of experts in SGLang's layout: through SGLang's own conversion they are those of the matrix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which modules and stored weights are Linear layers: families against transformers' classes and compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 At run time it is not asked: importing it takes seconds, which `lint` of a header must not.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -50,7 +48,6 @@ KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignor
 
 
 def published(content: Any) -> Iterator[tuple[str, ...]]:
-    """The lists of modules in a published config, whatever its format."""
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if key in KEYS and value:
             yield tuple(restored(value))

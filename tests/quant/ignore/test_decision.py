@@ -1,7 +1,5 @@
 """Which tensors are quantized, by classes, a reference or a tensor parallel size; which lists are refused, and why."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping
@@ -159,7 +157,6 @@ RANKS, GROUPS = st.sampled_from([1, 2, 4, 8]), st.sampled_from([32, 64, 128, Non
 
 @pytest.fixture(scope="module")
 def marlin() -> Any:
-    """SGLang's own rules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers.quantization import marlin_utils
@@ -284,7 +281,6 @@ def model_config(family: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def specs() -> Mapping[str, dict[str, TensorSpec]]:
-    """Tensors of each family as a release stores them."""
     return {family: release_specs(model_config(family)) for family in FAMILIES}
 
 

@@ -3,8 +3,6 @@
 The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`ckptkit lint` on published lists: what each entry covers, what is found and why, and the list it proposes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ BY_NAME = ("compressed-tensors", "transformers", *VLLM, "SGLang 0.5.16", "SGLang
 
 
 def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
-    """Severity, kind, tensors and readers of every finding."""
     return [(one.severity, one.kind, one.tensors, one.readers) for one in report.findings]
 
 
@@ -172,7 +169,6 @@ def test_a_packed_router(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_out", ["model.layers.1.mlp.experts.5.", "model.layers.3.mlp.experts."])
 def test_experts_that_are_not_packed(tmp_path: Path, left_out: str) -> None:
-    """One expert of a layer is an error; of a whole layer the list gets the name."""
     names = [name for name in kimi_names() if not name.startswith(left_out)]
     experts = ("5.",) if left_out.endswith("5.") else tuple(f"{expert}." for expert in range(12))
     root = left_out.removesuffix("5.")

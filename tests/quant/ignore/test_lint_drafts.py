@@ -1,7 +1,5 @@
 """Names of draft layers that `lint` works with where there is config.json alone: those that the releases have."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """compressed-tensors packs the same modules of transformers' own model with the config.json of `lint --fix`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -34,7 +32,6 @@ def config_of(name: str) -> PretrainedConfig:
 
 
 def whole(config: PretrainedConfig) -> nn.Module:
-    """transformers' own model, without weights."""
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config)
 
@@ -47,13 +44,11 @@ def packed(config: PretrainedConfig, ignore: list[str]) -> set[str]:
 
 
 def linears_of_vision(config: PretrainedConfig) -> list[str]:
-    """Every Linear outside the language model, as transformers names it."""
     found = (name for name, module in whole(config).named_modules() if isinstance(module, nn.Linear))
     return [name for name in found if not name.startswith("model.language_model.") and name != "lm_head"]
 
 
 def fixed(path: Path, config: PretrainedConfig, ignore: list[str]) -> tuple[LintReport, list[str]]:
-    """The report, and the list in config.json after it."""
     published.write(path, json.loads(config.to_json_string(use_diff=False)), ignore)
     report = lint(path, fix=True)
     return report, json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]

@@ -1,7 +1,5 @@
 """`ckptkit lint` on FP8, MXFP8, MXFP4 and NVFP4: which reader reads which list, and what it makes of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +34,6 @@ PROJECTIONS = [f"self_attn.{one}_proj" for one in "qkvo"] + [
 
 
 def write(path: Path, config: Mapping[str, Any], content: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Path:
-    """A directory with config.json, and an index where there are `names`."""
     path.mkdir(parents=True, exist_ok=True)
     stated = {} if content is None else {"quantization_config": dict(content)}
     (path / "config.json").write_text(json.dumps({**config, **stated}))
@@ -61,7 +58,6 @@ def qwen_names(packed: Sequence[str] = PROJECTIONS, scale: str = "weight_scale_i
 
 
 def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
-    """Severity, kind, tensors and readers of every finding but notes on trainers."""
     return [(one.severity, one.kind, one.tensors, one.readers) for one in report.findings if one.severity != "note"]
 
 
@@ -281,7 +277,6 @@ UNKNOWN = ("deepseek_ref", "gpt_oss", "kimi_k3", "mimo_v2_flash")
 
 
 def published(path: Path, release: str) -> Path:
-    """A directory with the release's configs."""
     entry = PUBLISHED[release]
     config = restored(entry["config"])
     if "first_k_dense_replace" in config:  # a family whose configs may leave the number of experts out

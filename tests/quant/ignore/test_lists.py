@@ -1,7 +1,5 @@
 """The table of readers of unquantized modules, against each reader's own code and against verdicts written by hand."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import warnings
@@ -133,7 +131,6 @@ def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
 
 
 def differing(asked: Sequence[Question], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:
-    """Where a reader's own answers are not the predicted ones."""
     return [
         (one.method, one.content, layer, theirs[layer], ours)
         for one, theirs in zip(asked, answers, strict=True)
@@ -224,7 +221,6 @@ _WORD = st.text("ab1._-", max_size=8)
 def test_entries_of_words_and_dots_as_the_regular_expressions_that_they_are(
     entry: str, names: list[str], more: str
 ) -> None:
-    """transformers takes each for a regular expression; none is compiled for these."""
     for name in [*names, entry + more, entry.replace(".", "x") + more, more + entry]:
         start, dotted = re.match(entry, name), re.match(rf"(?:{entry.rstrip('.')})(?:\.|$)", name)
         assert rules.regex_from_start(entry)(name) is (bool(start) or name.endswith(entry)), name

@@ -1,7 +1,5 @@
 """The readers' rules, against the readers' own code where it can be installed, and against verdicts written by hand."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +142,5 @@ _NAME = _PARTS.map(".".join)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_NAME, max_size=6), _NAME, st.integers(0, 12), st.integers(0, 12))
 def test_any_names_at_once_as_one_by_one(rule: Rule, names: list[str], entry: str, begin: int, end: int) -> None:
-    """Entries that are names, and parts of them."""
     for one in {entry, *(name[begin : len(name) - end] for name in names)} - {""}:
         assert Names(frozenset(names)).covered(rule, one) == {name for name in names if rule(one)(name)}

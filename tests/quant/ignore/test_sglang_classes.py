@@ -1,7 +1,5 @@
 """Names that SGLang's own classes look up, and what they declare as fused, for every model with INT4 support."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from functools import cache

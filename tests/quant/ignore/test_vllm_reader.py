@@ -1,7 +1,5 @@
 """The reader `vLLM` against vLLM's own functions, over lists of `ignore` that people write."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

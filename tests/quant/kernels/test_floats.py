@@ -1,7 +1,5 @@
 """Codes and scales of FP8 and E2M1: by hand, torch's and ml_dtypes' conversion, transformers, compressed-tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -55,7 +53,6 @@ def ragged(dtype: torch.dtype) -> Tensor:
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have one dtype and the same bits."""
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -83,7 +80,6 @@ def test_mxfp8_has_the_exponent_and_codes_of_its_writers(weights: list[float], e
 
 
 def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:
-    """All bfloat16 that are finite and the neighbours of all ties, at a scale of 1: 448 is in every row."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
     values = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (values[:-1] + values[1:]) / 2
@@ -133,7 +129,6 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def group(*numbers: float) -> Tensor:
-    """One group of 32 that begins so and ends in zeros."""
     return torch.tensor([[*numbers, *[0.0] * (32 - len(numbers))]]).bfloat16()
 
 

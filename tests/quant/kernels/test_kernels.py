@@ -1,7 +1,5 @@
 """The one-pass CPU kernel against the formulas of `ckptkit.quant.formats.grids`, bit for bit, and its error."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -32,18 +30,15 @@ GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
 
 
 def by_formula(weight: torch.Tensor, scheme: QuantScheme) -> Packed:
-    """What `ckptkit.quant.formats.grids` says, packed."""
     codes, scale, zero_point = quantize(weight, scheme)
     return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
 
 
 def same(left: Packed, right: Packed) -> bool:
-    """Whether every part has the same dtype, shape and bits."""
     return [*map(described, left)] == [*map(described, right)]
 
 
 def described(part: torch.Tensor | None) -> object:
-    """All there is to know of a tensor."""
     return part if part is None else (part.dtype, part.shape, part.contiguous().view(torch.uint8).numpy().tobytes())
 
 

@@ -1,7 +1,5 @@
 """What comes out of the online quantizer, and what it refuses; SGLang's side is in test_online_sglang.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import weakref

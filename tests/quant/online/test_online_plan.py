@@ -3,8 +3,6 @@
 The kernels are replaced by the formulas, so that no GPU is needed; tests/gpu/test_online_call_gpu.py has the kernels.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import weakref
@@ -89,7 +87,6 @@ def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many matrices each launch took; no launch needs a GPU."""
     from ckptkit.quant.online import cuda as online_cuda
 
     found: list[int] = []

@@ -3,8 +3,6 @@
 Configs and zero points go through SGLang's own code, in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Opening and closing a weight update inside an engine; with SGLang's own layers in test_online_sglang.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -30,7 +28,6 @@ EXPERTS = "CompressedTensorsWNA16MoE"
 
 
 def engine_model(*kinds: str) -> nn.Module:
-    """A Linear layer, and packed layers `layer0`, `layer1` with schemes of these kinds."""
     model = nn.Module()
     model.add_module("plain", nn.Linear(2, 2))
     for place, kind in enumerate(kinds):

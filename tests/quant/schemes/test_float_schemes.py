@@ -1,7 +1,5 @@
 """Whole checkpoints in FP8 and 4-bit floats: what is quantized, what config.json says, who loads it, writers' bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -60,13 +58,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The `quantization_config`."""
     content: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
     return content
 
 
 def in_fp8(path: Path) -> set[str]:
-    """The modules whose weights are FP8."""
     return {
         name.removesuffix(".weight")
         for name, tensor in models.tensors(path).items()
@@ -75,7 +71,6 @@ def in_fp8(path: Path) -> set[str]:
 
 
 def run(*arguments: str | Path) -> Any:
-    """Runs the command line."""
     return CliRunner().invoke(cli, [*map(str, arguments)])
 
 
@@ -130,7 +125,6 @@ def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain: PathOf, tmp_path: P
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: PathOf, tmp_path: Path) -> None:
-    """Its own preset, its own compressor, for every weight; and as sound to `inspect` and `lint`."""
     result = quantize(plain("moe"), tmp_path / "out", FloatScheme(name, "compressed-tensors"))
     preset = preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
     group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
@@ -309,7 +303,6 @@ JOINED = {
 
 @pytest.fixture(scope="module")
 def packed(plain: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
-    """`packed(name)`: the same in NVFP4. Not to be changed."""
     root = tmp_path_factory.mktemp("packed")
 
     def made(name: str) -> Path:
@@ -321,7 +314,6 @@ def packed(plain: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
 
 
 def largest(weights: list[Tensor]) -> Tensor:
-    """The largest absolute weight, divided by 6 x 448."""
     return torch.stack([weight.float().abs().amax() for weight in weights]).amax() / torch.tensor(2688.0)
 
 
@@ -361,7 +353,6 @@ def test_config_names_each_layer_as_engines_ask_for_it(packed: PathOf) -> None:
 
 
 def test_parts_stay_in_the_shards_of_their_weights(plain: PathOf, packed: PathOf) -> None:
-    """Where shards cut through q, k and v, too."""
     before, after = HfCheckpoint(plain("dense")).layout, HfCheckpoint(packed("dense")).layout
     assert {file: {re.sub(r"_scale(_2)?$", "", name) for name in names} for file, names in after.items()} == {
         file: set(names) for file, names in before.items()

@@ -1,7 +1,5 @@
 """What `verify` says of LoRA adapters that PEFT saved: nothing of sound ones, and each fault by its check."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -185,7 +183,6 @@ def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path
 
 
 def edited(path: Path, target: Path, change: Change, **config: object) -> Path:
-    """A copy of the adapter with other tensors, and other keys in its config."""
     target.mkdir()
     tensors = load_file(path / "adapter" / WEIGHTS)
     change(tensors)
@@ -204,7 +201,6 @@ def drop(*endings: str) -> Change:
 
 
 def swap(tensors: dict[str, Tensor]) -> None:
-    """A and B under each other's names."""
     for name in [name for name in tensors if "lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
         tensors[name], tensors[other] = tensors[other], tensors[name]
@@ -214,7 +210,6 @@ def nothing(tensors: dict[str, Tensor]) -> None: ...
 
 
 def rolled(tensors: dict[str, Tensor]) -> None:
-    """Every expert has the factors of the next."""
     for name in [name for name in tensors if "experts" in name]:
         axis, size = (0, 4) if "lora_A" in name else (1, 1)
         tensors[name] = tensors[name].roll(size, axis)

@@ -1,12 +1,4 @@
-"""`verify` is silent on sound checkpoints of every family, all bytes compared: releases, Megatron, INT4.
-
-Real Megatron loads each at three layouts.
-
-What comes back from Megatron is the release byte for byte (tests/converters/test_families.py), so it
-stands for it here.
-"""
-
-from __future__ import annotations
+"""`verify` is silent on sound checkpoints of every family, all bytes compared: releases, Megatron, INT4."""
 
 import json
 import re
@@ -36,10 +28,7 @@ Made = dict[str, Path]
 
 @pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """A model of one family: as its release, as Megatron, and in INT4 where that is supported.
-
-    Read only. One scale a row fits these small sizes, which groups of 32 do not all divide.
-    """
+    """A model of one family: as its release, as Megatron, and in INT4 where that is supported."""
     name, root = request.param, tmp_path_factory.mktemp("clean") / request.param
     case.save(name, CASES[name], root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")

@@ -1,9 +1,4 @@
-"""`verify`, `lint` and `inspect` find nothing in what `quantize` makes of every family in every float scheme.
-
-The models have sizes that blocks of 128 divide. Readers are those that read the scheme: see docs/quantize.md.
-"""
-
-from __future__ import annotations
+"""`verify`, `lint` and `inspect` find nothing in what `quantize` makes of every family in every float scheme."""
 
 import shutil
 from dataclasses import dataclass
@@ -31,8 +26,6 @@ from ckptkit.verify.run import verify
 
 @dataclass(frozen=True)
 class Written:
-    """A scheme, the readers that it is written for, and those that must agree on its list."""
-
     scheme: FloatScheme
     readers: tuple[str, ...]
     engines: tuple[str, ...] = ("sglang",)
@@ -81,7 +74,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
 
 
 def codes_in(path: Path) -> set[str]:
-    """The tensors that hold codes, by the headers."""
     found = set()
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:

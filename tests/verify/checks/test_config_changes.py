@@ -1,7 +1,5 @@
 """CK702: whatever describes the model in config.json is compared with the source's; how it is stored may differ."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def change(path: Path, **changes: Any) -> Path:
-    """Sets keys of config.json; Ellipsis removes one."""
     content = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
     return path

@@ -1,7 +1,5 @@
 """CK122, CK123, CK221 and CK222: chains of deltas, sound and broken, and what is made of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -57,7 +55,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.fixture
 def chain(published: Published, tmp_path: Path) -> Path:
-    """A copy of the chain, beside a link to its base."""
     shutil.copytree(published[0] / "chain", tmp_path / "chain")
     shutil.copytree(published[0] / "base", tmp_path / "base")
     return tmp_path / "chain"
@@ -68,14 +65,12 @@ def found(chain: Path) -> Sequence[Finding]:
 
 
 def opened(path: Path, name: str) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
-    """The file of a version that stores a tensor, with all its tensors and its metadata."""
     (file,) = (one for one in path.glob("*.safetensors") if name in load_file(one))
     with safe_open(file, "pt") as header:
         return file, load_file(file), header.metadata()
 
 
 def rewrite(path: Path, name: str, payload: Tensor, checksum: str | None = None) -> None:
-    """Replaces what a version stores for a tensor."""
     file, stored, metadata = opened(path, name)
     save_file(stored | {name: payload}, file, metadata | ({name: checksum} if checksum else {}))
 
@@ -126,7 +121,6 @@ def twice(chain: Path, states: States) -> None:
 
 
 def renamed(chain: Path, states: States) -> None:
-    """NORM has another name, in file and index."""
     path = version_at(chain, 3)
     file, stored, metadata = opened(path, NORM)
     stored[OTHER], metadata[OTHER] = stored.pop(NORM), metadata.pop(NORM)

@@ -1,7 +1,5 @@
 """What `verify` says of EAGLE draft models: nothing of sound ones, as trainers save them; each fault by its code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +73,6 @@ def never_filled(tensors: dict[str, Tensor]) -> None:
 
 
 def first_tokens(tensors: dict[str, Tensor]) -> None:
-    """All tables name the first tokens of the target, as the class of ModelOpt begins."""
     tensors |= {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.arange(TOKENS) < 64}
 
 

@@ -1,7 +1,5 @@
 """CK1xx: a good checkpoint is broken in one way, and exactly that is found, with its name and file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,4 @@
-"""What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4 that are broken: each fault by its number and twin.
-
-The numbers count the faults that such files are known to have; 19 is in `test_float_sources.py`.
-"""
-
-from __future__ import annotations
+"""What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4 that are broken: each fault by its number and twin."""
 
 import inspect
 import re
@@ -48,8 +43,6 @@ def stored(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault by its number: what is broken in which spelling, and the check that must name it with these words."""
-
     number: int
     damage: Callable[[Path], str]
     spelling: str

@@ -1,7 +1,5 @@
 """`verify --source` of weights in FP8 and four bits: against plain weights, against the same format, and another."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace as with_
@@ -48,12 +46,10 @@ def linear(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen3_moe in FP8, in blocks of 16 x 16. Not to be written to."""
     return floats.write(releases("qwen3_moe"), tmp_path_factory.mktemp("fp8") / "blocks", floats.SPELLINGS["fp8"])
 
 
 def plain_copy(path: Path, release: Path, target: Path) -> Path:
-    """The release with the values that a quantized directory dequantizes to."""
     view = dequantized(HfCheckpoint(path), str(path))
     shutil.copytree(release, target)
     for file in target.glob("*.safetensors"):

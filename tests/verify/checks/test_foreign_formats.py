@@ -1,7 +1,5 @@
 """MLX, bitsandbytes, GPTQ, AWQ, AutoRound, ModelOpt's AWQ, MXFP6: named once, and not judged by the rules of others."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,7 +64,6 @@ def gptq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
 
 
 def awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """The same without an order of the input features."""
     return {name: tensor for name, tensor in gptq(module, weight).items() if not name.endswith(".g_idx")}
 
 
@@ -95,7 +92,6 @@ def stated(method: str, **content: Any) -> dict[str, Any]:
 
 
 def stated_mxfp6(form: str) -> dict[str, Any]:
-    """What config.json says of MXFP6, in a whole of this format."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "format": "mxfp6-quantized"}
     return {"quantization_config": group_config(form, group | {"input_activations": weights | {"dynamic": "local"}})}
@@ -117,7 +113,6 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
 
 
 def copied(release: Path, path: Path, content: Mapping[str, Tensor], form: str = "pt") -> Path:
-    """The release with these tensors in one file, as releases of small models are."""
     shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(dict(content), path / "model.safetensors", metadata={"format": form})
     return path

@@ -1,7 +1,5 @@
 """Manifests: digests computed independently, written by every verb, and CK120, which proves a copy with them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +28,10 @@ UP = "model.layers.3.mlp.up_proj.weight"
 
 
 def digest_of(tensor: Tensor) -> str:
-    """By way of numpy's own bytes."""
     return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def test_a_digest_is_blake3() -> None:
-    """Of the three bytes `abc`, as other implementations have it."""
     expected = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
     digest = TensorDigest.of(torch.tensor([97, 98, 99], dtype=torch.uint8))
     assert digest.to_json() == ["uint8", [3], expected]
@@ -48,7 +44,6 @@ def promised(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def manifests(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`manifests(name)`: the manifest of a release, kept apart."""
     root = tmp_path_factory.mktemp("manifests")
 
     def manifest(name: str) -> Path:

@@ -1,7 +1,5 @@
 """What is written beside or into a checkpoint while it is verified: its own files count, a trainer's others do not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

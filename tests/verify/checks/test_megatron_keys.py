@@ -1,7 +1,5 @@
 """CK114 to CK117, CK111 and CK107: a torch_dist checkpoint wrong in one way; what real Megatron writes is silent."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +111,6 @@ CHECKS = (optimizer_whole, optimizer_sound, masters_round)
 
 
 def found(root: Path) -> tuple[list[Finding], list[int]]:
-    """What the three checks find, and how much each of them looked at."""
     subject, tallies = Subject(root), [Tally() for _ in CHECKS]
     findings = [one for check, tally in zip(CHECKS, tallies, strict=True) for one in check(subject, tally)]
     return findings, [tally.tensors for tally in tallies]

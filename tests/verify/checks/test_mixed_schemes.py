@@ -1,7 +1,5 @@
 """CK306, CK308, CK305 and lint of checkpoints with two formats, and what two configs of one say differently."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,7 +48,6 @@ def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
 
 
 def by_source(path: Path, plain: Path) -> list[Finding]:
-    """What CK305 finds."""
     return [one for one in verify(path, source=plain).findings if one.code == "CK305"]
 
 

@@ -1,7 +1,5 @@
 """CK104 and CK730: a multimodal config without its vision tower, and one class's config over another's names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -41,7 +39,6 @@ TOWERS = {
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`release(name)`: a test model as its release would look. Read only."""
     root = tmp_path_factory.mktemp("multimodal")
 
     def made(name: str) -> Path:
@@ -68,7 +65,6 @@ def stored(
 
 
 def without(source: Path, path: Path, *begins: str) -> Path:
-    """The release without the tensors whose names begin so."""
     tensors = models.tensors(source)
     return stored(source, path, {key: value for key, value in tensors.items() if not key.startswith(begins)})
 
@@ -130,7 +126,6 @@ def test_convert_says_that_its_source_has_no_tower(release: PathOf, tmp_path: Pa
 
 
 def text_of(source: Path, **changes: Any) -> dict[str, Any]:
-    """The config of the language model alone, of a multimodal one."""
     config = config_of(source)
     return dict(config["text_config"]) | {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | changes
 
@@ -223,7 +218,6 @@ def test_what_is_wrong_beside_the_spelling_is_still_said(release: PathOf, tmp_pa
 
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen3_moe in INT4, experts packed."""
     path = tmp_path_factory.mktemp("fused") / "int4"
     ckptkit.quantize(releases("qwen3_moe"), path, int4_scheme(group_size=32))
     return path

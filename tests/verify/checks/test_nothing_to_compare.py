@@ -1,7 +1,5 @@
 """Directories in which checks find nothing to look at: the true cause is the one finding, never a request to report."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,7 +177,6 @@ def test_adapter_without_a_config_of_a_model_is_named(file: str, tmp_path: Path)
 
 @pytest.fixture
 def snapshot(releases: PathOf, tmp_path: Path) -> Path:
-    """A release as huggingface_hub keeps it: links to blobs."""
     root = tmp_path / repo_folder_name(repo_id="org/some-model", repo_type="model")
     path, blobs = root / "snapshots" / "0123abcd", root / "blobs"
     path.mkdir(parents=True)

@@ -1,7 +1,5 @@
 """CK3xx: an INT4 checkpoint is broken in one way; the bound of CK305 holds for compressed-tensors' own output."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -39,7 +37,6 @@ DOWN, SHARED = "model.layers.5.mlp.experts.{}.down_proj", "model.layers.{}.mlp.s
 
 @pytest.fixture(scope="session")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """glm4_moe in INT4, group size 32. Read only."""
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
     quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
     return path
@@ -128,7 +125,6 @@ def args(symmetric: bool, group: int) -> QuantizationArgs:
 
 
 def compressed(weight: Tensor, *, symmetric: bool, group: int = 32) -> dict[str, Tensor]:
-    """The weight as compressed-tensors itself quantizes and packs it."""
     grouped = weight.reshape(len(weight), -1, group)
     scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args(symmetric, group))
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
@@ -154,7 +150,6 @@ def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: 
 
 
 def decompressed(parts: Mapping[str, Tensor], *, symmetric: bool = True, group: int = 32) -> Tensor:
-    """What compressed-tensors itself makes of the parts."""
     scheme = QuantizationScheme(targets=["Linear"], weights=args(symmetric, group), format="pack-quantized")
     state = {f"weight_{name.rpartition('weight_')[2].removeprefix('_')}": one for name, one in parts.items()}
     weight: Tensor = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
@@ -441,8 +436,6 @@ def autoround_copy(exported: Callable[..., Path], copy_of: CopyOf) -> Path:
 
 
 def with_element(factor: float) -> Callable[[Tensor], Tensor]:
-    """The scales with one of them multiplied."""
-
     def change(scale: Tensor) -> Tensor:
         scale[5, 1] *= factor
         return scale

@@ -1,7 +1,5 @@
 """Settings of processors next to the weights, compared as the real classes of transformers read them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -39,7 +37,6 @@ RELEASES: Mapping[str, tuple[str, Files]] = json.loads(Path(__file__).with_name(
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """Compares the files of a copy with those of a source, of a Qwen2-VL where they do not tell their class."""
     ask_here(monkeypatch, tmp_path)
 
     def differences(copy: Files, source: Files, model: str = "qwen2_vl") -> list[SideDifference]:
@@ -55,7 +52,6 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
 
 
 def changed(files: Files, without: str = "", **values: Any) -> Files:
-    """The same with other settings of the image processor, or less one."""
     made = json.loads(json.dumps(files))
     settings = made[PRE] if PRE in made else made[PROCESSOR]["image_processor"]
     settings.update(values)

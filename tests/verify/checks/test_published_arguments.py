@@ -1,7 +1,5 @@
 """CK701: launch arguments as people publish them, against the config.json of the releases that they are for."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ QWEN25, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHE
 
 
 def args_of(model: str, **changes: Any) -> Config:
-    """The arguments of the launch, with changes; those of GPT-OSS as they must be."""
     pairs = (pair.partition("=") for pair in PUBLISHED[model].split())
     right = {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096} if model == GPT_OSS else {}
     return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - our own table

@@ -1,7 +1,5 @@
 """CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +57,6 @@ Judged = Callable[..., tuple[str, list[Finding]]]
 
 @pytest.fixture
 def judged(release: Path) -> Judged:
-    """`judged(ignore, readers=...)`: the status of the release with this list, and its findings, all of CK302."""
     before = json.loads((release / "config.json").read_text())["text_config"]
 
     def judge(ignore: Sequence[str], **how: tuple[str, ...] | None) -> tuple[str, list[Finding]]:
@@ -74,7 +71,6 @@ def judged(release: Path) -> Judged:
 
 
 def by_reader(found: Sequence[Finding]) -> dict[str, str]:
-    """Severity by reader."""
     return {finding.actual.partition(" would ")[0]: finding.severity for finding in found}
 
 
@@ -139,7 +135,6 @@ def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Judged) -> 
 
 @pytest.mark.parametrize("readers", [None, ("transformers",), ("sglang", "slime")])
 def test_lint_and_verify_give_one_severity(judged: Judged, release: Path, readers: tuple[str, ...] | None) -> None:
-    """Of the same list for the same reader; lint says nothing of readers that were not asked for."""
     _, found = judged([*K26_LIST, "model.layers.1"], readers=readers)
     linted = [one for one in lint(release, readers=readers).findings if one.kind in ("exposed", "disagreement")]
     verified = {reader: severity for several, severity in by_reader(found).items() for reader in several.split(" and ")}
@@ -153,7 +148,6 @@ def test_lint_and_verify_give_one_severity(judged: Judged, release: Path, reader
 
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen2-untied in INT4, group size 32. `with_config` changes its config for one test."""
     path = tmp_path_factory.mktemp("int4") / "qwen2"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
@@ -285,7 +279,6 @@ def test_miles_in_mode_bridge_packs_what_is_stored_packed(
 
 @pytest.fixture
 def with_config(int4: Path) -> Any:
-    """`with_config(change)`: the checkpoint with its quantization_config changed in place or replaced by the result."""
     before = (int4 / "config.json").read_text()
 
     def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -430,7 +423,6 @@ def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_conf
 def test_an_ignore_list_that_readers_take_differently(
     ignore: list[str] | None, readers: dict[str, str], with_config: Any
 ) -> None:
-    """One finding a reader: an error for an engine, a warning for slime's quantizer."""
     path = with_config(lambda old: old | {"ignore": ["lm_head"] if ignore is None else [*old["ignore"], *ignore]})
     found = verify(path).findings
     assert {finding.code for finding in found} == {"CK302"}

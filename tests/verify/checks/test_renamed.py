@@ -1,7 +1,5 @@
 """Names that a wrapper changed: the change in one finding, whatever else is wrong in findings of its own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +26,6 @@ Renamed = Callable[..., Path]
 
 @pytest.fixture
 def saved(fresh: PathOf) -> Renamed:
-    """`saved(change)`: a release with the names that `change` gives; None leaves a tensor out."""
-
     def save(change: Change, name: str = "qwen2-untied") -> Path:
         path = fresh(name)
         stored = ((change(old), tensor) for old, tensor in models.tensors(path).items())
@@ -119,7 +115,6 @@ KEYS = (
 
 
 def lose(path: Path, lost: str) -> None:
-    """Takes tensors whose names begin so out of shards and index."""
     replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
 
 
@@ -128,7 +123,6 @@ def of_names(path: Path) -> list[Finding]:
 
 
 def named(hint: str) -> set[str]:
-    """The keys of config.json that a hint names."""
     return {key for key in KEYS if re.search(rf"\b{key}\b", hint)}
 
 
@@ -220,7 +214,6 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_int4(path: Path, spared: str = "\0") -> None:
-    """Packs every projection, but those of modules that begin so: only the names count here."""
     packed([name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)])(
         path, ""
     )

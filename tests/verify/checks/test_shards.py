@@ -1,7 +1,5 @@
 """CK108 and CK110: files that were mixed, lost or renamed, and adapters that were never merged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,7 +23,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def write(path: Path, files: list[str]) -> Path:
-    """A checkpoint with one small tensor a file, and an index of all of them."""
     path.mkdir()
     for number, file in enumerate(files):
         save_file({f"model.layers.{number}.weight": torch.ones(2)}, path / file)
@@ -74,7 +71,6 @@ def test_a_number_that_is_missing_from_files_and_index(
 
 
 def test_a_shard_that_was_renamed(fresh: PathOf, alone: RunAlone) -> None:
-    """Not so a leftover of an earlier save, where another shard is missing too."""
     path = fresh("qwen2-tied")
     first, _, shard, *_ = sorted(path.glob("*.safetensors"))
     shard.rename(path / "model-3.safetensors")

@@ -1,7 +1,5 @@
 """CK704, CK705 and CK211: what a config states twice, and tied models that store the output layer too."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from collections.abc import Callable
@@ -135,7 +133,6 @@ FLAGS = tuple(product((None, True, False), repeat=2))
 
 
 def flagged(path: Path, config: dict[str, Any], top: Any, inside: Any) -> Path:
-    """config.json with the tie flag at these places; None: not there."""
     for part, value in ((config, top), (config.get("text_config", config), inside)):
         part.pop("tie_word_embeddings", None)
         part.update({} if value is None else {"tie_word_embeddings": value})
@@ -144,7 +141,6 @@ def flagged(path: Path, config: dict[str, Any], top: Any, inside: Any) -> Path:
 
 
 def tied(name: str, path: Path, top: Any, inside: Any) -> Path:
-    """A test model without an output layer of its own, with the tie flag at these places."""
     case.save(name, CASES[name], path, torch.bfloat16)
     for file in path.glob("*.safetensors"):
         kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
@@ -271,7 +267,6 @@ def test_a_model_without_the_head_has_neither_note_nor_check(releases: PathOf) -
 
 @pytest.fixture
 def stale(releases: PathOf, tmp_path: Path) -> Path:
-    """A release whose output layer is one bit off."""
     release = releases("qwen2-tied")
     return with_head(release, tmp_path / "stale", "qwen2-tied", one_bit_off(models.tensors(release)[EMBEDDING]))
 

@@ -1,7 +1,5 @@
 """What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4: silent where all is sound, and each mutation found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,7 +47,6 @@ def test_a_scheme_that_is_not_read_is_inconclusive_and_no_part_of_it_is_a_fault(
 def test_formats_that_are_mixed_are_each_judged(
     releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
-    """Experts in NVFP4 and attention in FP8, as ModelOpt's MIXED_PRECISION has them; without a list."""
     release = releases("qwen3_moe")
     nvfp4, fp8 = floats.modelopt_nvfp4(inputs=True), floats.modelopt_fp8
     modules = [name.removesuffix(".weight") for name in models.tensors(release) if name.endswith("_proj.weight")]
@@ -77,7 +74,6 @@ def test_formats_that_are_mixed_are_each_judged(
 def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
     releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
-    """Attention's output in FP8 of one scale, all else in MXFP4."""
     release, quark = releases("qwen3_moe"), floats.SPELLINGS["mxfp4-quark"]
     own = {"*.o_proj": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": None}}
 

@@ -1,7 +1,5 @@
 """`verify --source RELEASE --trained`: training moves values by little, and what else differs is found as ever."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Collection
@@ -25,7 +23,6 @@ QUERY, OUTPUT = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.wei
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """All tensors of a directory in one file, changed."""
     tensors = models.tensors(path)
     change(tensors)
     for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):

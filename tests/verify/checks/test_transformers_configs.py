@@ -1,7 +1,5 @@
 """CK302 and CK303: INT4 of a config that transformers answers otherwise. What it answers is asked of transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +37,6 @@ Answered = Callable[..., float]
 
 @pytest.fixture(scope="module")
 def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers in INT4, with groups of 64. Read only."""
     root = tmp_path_factory.mktemp("llama")
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
@@ -76,7 +73,6 @@ def answered(int4: Path) -> Iterator[Answered]:
 
 
 def changed(path: Path, *changes: Change) -> Path:
-    """The checkpoint with these keys of its quantization_config set, or taken out."""
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     for (*parents, key), value in changes:
         place = content
@@ -249,7 +245,6 @@ FIRST = {"targets": ["re:.*down_proj"], "weights": None}
 
 @pytest.fixture(scope="module", params=daily(FLOATS, ("nvfp4",)))
 def in_floats(request: pytest.FixtureRequest, int4: Path) -> Path:
-    """The same Llama in a format of floats of compressed-tensors. Read only."""
     path = int4.parent / str(request.param)
     command = ["quantize", str(int4.parent / "plain"), str(path), *FLOATS[request.param]]
     assert CliRunner().invoke(cli, command).exit_code == 0

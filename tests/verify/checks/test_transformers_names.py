@@ -1,7 +1,5 @@
 """CK541: names and shapes as transformers' own class has them, for models of any type, saved by transformers itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -132,14 +130,12 @@ def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> Non
 
 
 def _edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes the tensors of a directory with one file."""
     weights = load_file(path / "model.safetensors")
     change(weights)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
 def _small(model_class: str, model_type: str, path: Path) -> Path:
-    """A model of this class with random values, also in norms and buffers."""
     model = getattr(transformers, model_class)(small_config(transformers.CONFIG_MAPPING[model_type]))
     torch.manual_seed(1)
     for parameter in model.parameters():

@@ -1,7 +1,5 @@
 """CK2xx: values are compared with a source in any combination of formats, and judged without one."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -244,7 +242,6 @@ slices:
 
 
 def repeated(path: Path, first: int) -> Path:
-    """Gives two layers the same output projection."""
     here, there = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (first, first + 1))
     models.edit(path, there, models.tensors(path)[here])
     return path
@@ -362,7 +359,6 @@ def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf,
 
 
 def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -> Path:
-    """A copy of a Megatron checkpoint with these rows below the embedding."""
     before = TorchDistCheckpoint(source / "release")
     tensors = before.read(list(before.specs))
     name = "embedding.word_embeddings.weight"

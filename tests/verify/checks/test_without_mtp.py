@@ -1,7 +1,5 @@
 """Releases without the MTP layers that config.json promises; Qwen3.5's language model under the whole model's names."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import shutil
@@ -42,7 +40,6 @@ NAMES = (
 
 
 def without_mtp(name: str, path: Path) -> Path:
-    """The release less its MTP layers, config.json as it was."""
     mtp = ("mtp.", "model.mtp_layers.", "model.layers.12.")
     save(name, with_tensors(CASES[name], lambda key: not key.startswith(mtp)), path, torch.bfloat16)
     return path
@@ -148,7 +145,6 @@ GLM = small(CASES["glm4_moe-mtp"], 3)
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release in `hf` and what it converts to in `megatron`."""
     root = tmp_path_factory.mktemp("glm")
     save("mtp", GLM, root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
@@ -181,7 +177,6 @@ def judge(subject: Subject) -> list[Finding]:
 
 
 def held(subject: Subject) -> list[set[str]]:
-    """The names of MTP tensors that each rank holds a part of."""
     return [
         {seen.name for seen in report.tensors if seen.name.startswith("mtp.")}
         for report in run_megatron(subject).reports

@@ -1,7 +1,5 @@
 """`diff` of hand-made checkpoints: every kind of difference, and the memory that it takes."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,6 @@ def found_of(a: Checkpoint, b: Checkpoint, exact: bool = False) -> Diff:
 
 
 def of(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exact: bool = False) -> Diff:
-    """The diff of two checkpoints in memory."""
     return found_of(models.InMemory(UNKNOWN, a), models.InMemory(UNKNOWN, b), exact)
 
 

@@ -1,7 +1,5 @@
 """`diff` of checkpoints in every format: releases, quantized ones, what Megatron saves, and the command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

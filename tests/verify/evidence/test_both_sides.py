@@ -1,7 +1,5 @@
 """Both sides in one pass: tensors that come by in pieces are measured and compared as those read as a whole."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole layers in the wrong place; what is found of them, by hand."""
 
-from __future__ import annotations
-
 import pytest
 from support.messages import text_with
 

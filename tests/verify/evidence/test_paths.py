@@ -1,7 +1,5 @@
 """Relative paths, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of paths."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples of tensors: read at the right places whatever saved them, few and bounded, and compared across dtypes."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping
@@ -24,8 +22,6 @@ TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy"
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors of one size, one behind the other in a file."""
-
     path: Path
     specs: Mapping[str, TensorSpec]
 
@@ -42,7 +38,6 @@ def flat(path: Path, contents: Mapping[str, torch.Tensor]) -> Flat:
 
 
 def check_stretches(name: str, whole: torch.Tensor, extents: dict[int, FileExtent | None]) -> None:
-    """Every stretch holds the bytes of the tensor from its element on."""
     content = whole.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     for element, extent in extents.items():
         assert extent is not None, name
@@ -103,7 +98,6 @@ def read_so_far() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_a_cast_gives_is_equal_and_nothing_else(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Ties, subnormal numbers, infinities and NaN are cast as torch casts them."""
     odd = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3e38, 3.4e38, -1e39, 1e-40, 1e-7, 65519.0, 65520.0, math.nan]
     wide = torch.cat([torch.tensor(odd), torch.randn(50_000, generator=torch.Generator().manual_seed(1))])
     a, b = flat(tmp_path / "a", {"x": wide}), flat(tmp_path / "b", {"x": wide.to(dtype)})

@@ -1,7 +1,5 @@
 """A skip says why, is counted, and is enough for `--strict` to exit 1; a check that compared nothing fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CK740: reference, critic and teacher of another model than the one that the launch builds."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -27,7 +25,6 @@ def launch(hf: Path | None, actor: Path, *words: str) -> Report:
 
 
 def with_arguments(root: Path, **arguments: Any) -> Path:
-    """A copy whose stored training arguments are changed."""
     path = root / "release" / "common.pt"
     common = torch.load(path, weights_only=False)
     common["args"] = Namespace(**(vars(common["args"]) | arguments))
@@ -73,7 +70,6 @@ def test_a_critic_with_a_value_head_is_sound(releases: PathOf, converted: PathOf
 def test_arguments_alone_make_another_model(
     releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
 ) -> None:
-    """Every shape is right; what a head attends to is not."""
     teacher = with_arguments(copy_of(converted(NAME)), rotary_base=500_000)
     finding = only(launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(teacher)))
     assert (finding.code, finding.tensor) == ("CK740", None)

@@ -1,7 +1,5 @@
 """`preflight --ask-trainer`: a stub of slime, whose two parsers each take a part of the words, parses the launch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +40,6 @@ WORLD = "assert args.actor_num_gpus_per_node % args.tensor_model_parallel_size =
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[..., Report]:
-    """Writes a checkout of the stub and a launch that starts its train.py, and has that parse the launch."""
-
     def ask(words: str, validation: str = WORLD, imports: str = "", setting: str = "") -> Report:
         arguments = tmp_path / "slime" / "utils" / "arguments.py"
         arguments.parent.mkdir(parents=True, exist_ok=True)
@@ -164,8 +160,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Callable[..., Report]:
-    """Writes a stub of verl's program, with this body, and has it run with a launch's settings."""
-
     def run(*words: str, body: str = "pass", program: str = "-m verl.trainer.main_ppo") -> Report:
         write(tmp_path, {"verl/__init__.py": "", "verl/trainer/main_ppo.py": VERL.format(body=body)})
         write(tmp_path, {"ray.py": f"def init(): {BEGINS}", "omegaconf.py": "class ConfigError(Exception): pass"})

@@ -1,7 +1,5 @@
 """Which engine a launch serves with: SGLang's kernels judge SGLang alone, speculative decoding is asked of both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path)
 
 
 def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, only: OnlyFinding) -> None:
-    """The model has 10 heads."""
     given = [ENGINE, "3", "--vllm-gpu-memory-utilization", "0.7"]
     finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
     expected = "num_attention_heads that divides over 3 ranks"
@@ -175,7 +172,6 @@ DRAFTS: list[tuple[str, str, dict[str, Any], tuple[str, ...], str, str]] = [
 
 
 def drafting(server: str, method: str, draft: Path, **more: Any) -> list[str]:
-    """The options of a launch that drafts with a model."""
     if server == "sglang":
         return [f"{SPECULATIVE}-algorithm={method}", f"{SPECULATIVE}-draft-model-path={draft}"]
     given = {"method": method, "model": str(draft), "num_speculative_tokens": 3} | more

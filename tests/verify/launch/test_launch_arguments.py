@@ -1,7 +1,5 @@
 """Parallel sizes and pipeline options among the arguments of a launch script, and what preflight says of them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`preflight run.sh`: right launches are clean, and each planted contradiction is found with both values."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path
@@ -30,19 +28,16 @@ LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719"
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
-    """A directory with the config.json of a family's release."""
     root = tmp_path_factory.mktemp("configs")
     found = {name: write_config(root / name, name) for name in FAMILIES}
     return found.__getitem__
 
 
 def of_launch(report: Report) -> list[Finding]:
-    """The findings about the launch itself."""
     return [finding for finding in report.findings if finding.code in LAUNCH]
 
 
 def launch_findings(script: Path) -> list[Finding]:
-    """The findings of the checks of a launch, without a look at the tensors of its checkpoints."""
     job = read_job(Launch(read_script(script, environment={})))
     subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
@@ -154,20 +149,6 @@ def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(
     assert of_launch(report) == []
     (reason,) = (one for one in report.reasons if one.startswith("CK717"))
     assert any(said in line for line in (*report.facts["not read"], reason)), report.facts["not read"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("$(touch ROOT/ran)", "`touch ROOT/ran`", "touch ROOT/ran", "echo x > ROOT/ran", 'eval "touch ROOT/ran"'),
-        *("bash -c 'touch ROOT/ran'", "cat <(touch ROOT/ran)", "trap 'touch ROOT/ran' EXIT", "source /proc/kmsg"),
-    ],
-)
-def test_hostile_script_is_not_run(line: str, tmp_path: Path) -> None:
-    """`test_hostile_launches.py` has those that would never end."""
-    (tmp_path / "run.sh").write_text(f"{line}\npython3 train.py --hf-checkpoint /x\n".replace("ROOT", str(tmp_path)))
-    assert preflight(script=tmp_path / "run.sh").status in ("failed", "inconclusive")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
 def test_words_behind_the_script_and_variables_of_the_environment_reach_it(

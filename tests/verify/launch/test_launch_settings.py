@@ -1,7 +1,5 @@
 """YAML, Hydra overrides and interpolation as they are read: right values with their lines, and limits."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -140,7 +138,6 @@ def test_defaults_lists_are_composed_in_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "chosen"), [("policy=small", True), ("+size=big", True), ("seed=big", False)])
 def test_choice_of_a_file_of_a_group_is_not_known(word: str, chosen: bool, tmp_path: Path) -> None:
-    """A section that another file replaces, and a folder beside the file of settings; `seed` is neither."""
     (tmp_path / "size").mkdir()
     (tmp_path / "size" / "big.yaml").write_text("policy: {model_name: /models/big}\n")
     config = tmp_path / "job.yaml"

@@ -1,7 +1,5 @@
 """Models that a launch names and preflight cannot judge: an unknown model_type, and names on a model hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -52,7 +50,6 @@ def actor(report: Report) -> str:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No cache of this machine counts, and no directory of an earlier run."""
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -62,7 +59,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def unknown(releases: PathOf, copy_of: CopyOf) -> Path:
-    """A sound release of a model_type that no family here has."""
     path = copy_of(releases(NAME))
     edit_config(path, model_type=UNKNOWN, architectures=["Later"])
     return path
@@ -89,7 +85,6 @@ def test_a_config_without_a_model_type_is_still_a_finding(releases: PathOf, copy
 
 
 def in_cache(cache: Path, release: Path) -> Path:
-    """The snapshot of a release in a cache as huggingface_hub makes it, which the trainer itself takes."""
     snapshot = download(REPOSITORY, release, cache_dir=cache)
     assert snapshot_download(REPOSITORY, cache_dir=cache, local_files_only=True) == str(snapshot)
     return snapshot

@@ -1,7 +1,5 @@
 """The options that preflight knows, and how words are split into them, against the programs themselves."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -135,7 +133,6 @@ PARSER.add_argument("--swiglu", action="store_true")
 
 
 def by_argparse(words: list[str]) -> dict[str, Any] | None:
-    """What argparse makes of words; None where it stops."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return vars(PARSER.parse_known_args(words)[0])
@@ -144,7 +141,6 @@ def by_argparse(words: list[str]) -> dict[str, Any] | None:
 
 
 def by_us(words: list[str]) -> dict[str, Any] | None:
-    """The same of our options and arguments."""
     options, given = options_of([Word(word) for word in words]), parse_arguments([Word(word) for word in words])
     if given.refused or any(one.value is None for one in options if one.name in ("--load", "--num-layers")):
         return None

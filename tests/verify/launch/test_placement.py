@@ -1,7 +1,5 @@
 """CK722: the nodes and processes of a launch, against its sizes."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`preflight`: which weights each side of a launch would really load, by Megatron's and slime's rules."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +24,6 @@ NAME = "glm4_moe"
 
 @pytest.fixture
 def run_of(converted: PathOf, tmp_path: Path) -> Path:
-    """A training run's directory: iterations 10 and 20 of the model, the tracker at 20."""
     root = tmp_path / "run"
     for step in (10, 20):
         weights = shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
@@ -209,7 +206,6 @@ def test_broken_files_are_found_on_every_side(
 
 
 def written(folder: Path, *lines: str) -> Path:
-    """A launch script of these lines."""
     (folder / "run.sh").write_text("\n".join(lines) + "\n")
     return folder / "run.sh"
 
@@ -260,7 +256,6 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(script: Path, ending: str = ".json") -> str:
-    """All that preflight prints and writes about a launch."""
     report = script.with_name(f"report{ending}")
     done = CliRunner().invoke(cli, ["preflight", str(script), "--report", str(report)])
     assert done.exit_code in (1, 2), done.output

@@ -1,7 +1,5 @@
 """CK746 and CK721: options of slime, miles and Megatron that do not go together or are misspelled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,7 +21,6 @@ MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts
 
 
 def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
-    """The findings of one check of a launch, without a look at any checkpoint."""
     text = LaunchText(tuple(map(Word, ["--hf-checkpoint", "/models/hf", *words.split()])), program=program)
     job = read_job(Launch(text))
     subject = Subject(job.root, job=job, arguments=job.actor)

@@ -1,7 +1,5 @@
 """Right launches of every stack and several families: no finding, nothing skipped, exit code 0 with `--strict`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

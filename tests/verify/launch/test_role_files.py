@@ -1,7 +1,5 @@
 """Files of settings of slime and miles, and what miles loads otherwise than slime."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -20,7 +18,6 @@ MODE = ["--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--megatron-to-
 
 @pytest.fixture
 def run(converted: PathOf, tmp_path: Path) -> Path:
-    """A training run with iterations 10 and 20, the tracker at 20."""
     for step in (10, 20):
         shutil.copytree(converted(NAME) / "release", tmp_path / "run" / f"iter_{step:07d}")
     shutil.copytree(converted(NAME) / "hf", tmp_path / "run" / "hf")
@@ -29,7 +26,6 @@ def run(converted: PathOf, tmp_path: Path) -> Path:
 
 
 def loads(report: Report) -> dict[str, str]:
-    """What each role loads: its path by its role."""
     lines = (line for line in report.facts["what would be loaded"] if " loads " in line)
     return {line.partition(" loads ")[0]: line.partition(" loads ")[2].partition(" (")[0] for line in lines}
 

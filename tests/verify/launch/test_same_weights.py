@@ -1,7 +1,5 @@
 """Two sides of a launch that must start from the same weights, compared by the digests beside them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -26,7 +24,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @pytest.fixture(scope="module")
 def hf(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release with a manifest of its own."""
     path = Path(shutil.copytree(releases(NAME), tmp_path_factory.mktemp("same") / "release"))
     make_manifest(path)
     return path
@@ -42,7 +39,6 @@ def of(report: Report) -> CheckResult:
 
 
 def change(root: Path, name: str) -> None:
-    """Gives a tensor another digest, as other weights would have."""
     manifest = json.loads((root / "ckptkit.json").read_text())
     dtype, shape, digest = manifest["tensors"][name]
     manifest["tensors"][name] = [dtype, shape, digest[::-1]]
@@ -50,7 +46,6 @@ def change(root: Path, name: str) -> None:
 
 
 def verl(hf: Path, actor: Path, reference: Path) -> list[str]:
-    """A launch of verl, whose actor and reference load torch_dist directories."""
     words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
     words += ["actor_rollout_ref.actor.use_kl_loss=true"]
     for role, root in (("actor", actor), ("ref", reference)):
@@ -77,7 +72,6 @@ def test_other_weights_than_the_engines_are_found(hf: Path, megatron: Path, only
 
 
 def iteration(megatron: Path, root: Path, number: int = 20) -> Path:
-    """A run whose tracker is at an iteration that holds these weights."""
     shutil.copytree(megatron, root)
     weights = (root / "release").rename(root / f"iter_{number:07d}")
     common = torch.load(weights / "common.pt", weights_only=False)
@@ -100,7 +94,6 @@ def test_a_run_that_resumes_has_weights_of_its_own(hf: Path, megatron: Path, tmp
 
 @pytest.fixture
 def bare(megatron: Path) -> Path:
-    """Megatron weights without a manifest, converted from the release."""
     (megatron / "ckptkit.json").unlink()
     return megatron
 
@@ -117,7 +110,6 @@ def test_without_digests_samples_are_compared(releases: PathOf, bare: Path) -> N
 
 
 def trained(path: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of a release whose tensors are changed."""
     shutil.copytree(path, target)
     for file in target.glob("*.safetensors"):
         save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -157,7 +149,6 @@ def wrong(releases: PathOf, tmp_path: Path) -> Path:
 def test_weights_of_another_model_than_the_engines_are_an_error(
     hf: Path, bare: Path, wrong: Path, tmp_path: Path, only: OnlyFinding
 ) -> None:
-    """Under --load too, whose tracker says `release`: what was converted was not trained. By digests, then samples."""
     finding = only(preflight(hf_checkpoint=hf, load=wrong))
     assert (finding.code, finding.severity) == ("CK723", "error")
     (wrong / "ckptkit.json").unlink()
@@ -175,7 +166,6 @@ def test_weights_of_another_model_than_the_engines_are_an_error(
 def test_layers_that_are_shifted_by_one_are_found(
     releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
 ) -> None:
-    """Layer 5 and those after it hold the weights of the layer before."""
     release = models.tensors(releases(NAME))
 
     def before(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """What the reader of bash does not know, where words are written, and how a trainer is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`explain`: every check says why it matters and what to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.core.errors import CkptkitError

@@ -1,7 +1,5 @@
 """Hostile names and values in every format, read back by a parser that is not ours: nothing acts or breaks out."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
@@ -114,8 +112,6 @@ def assert_sarif_is_escaped(raw: str, shown: str) -> None:
 
 
 class Page(HTMLParser):
-    """Collects the tags and the text of a page, without its own style and script."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []

@@ -1,7 +1,5 @@
 """The map with layers across: what is drawn where, which experts are wrong, the strip, and a page that stays small."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

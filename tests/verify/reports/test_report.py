@@ -1,7 +1,5 @@
 """The report as data, as JSON (a contract) and as text."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -43,13 +41,10 @@ REPORT = Report(
 
 
 def test_json_is_the_contract() -> None:
-    """By hand: whoever reads reports relies on each of these keys."""
     assert REPORT.to_json() == json.loads(Path(__file__).with_name("contract.json").read_text())
 
 
 def check(*findings: Finding, error: Exception | None = None, nbytes: int = 1) -> Run:
-    """A check that compares some bytes, finds this, and raises that."""
-
     def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
         if nbytes:
             tally.compared(nbytes=nbytes)
@@ -65,7 +60,6 @@ NO_GPU = CannotCheck("no GPU")
 
 
 def report_of(*runs: Run) -> Report:
-    """The report of checks that run these functions."""
     checks = [Check(f"CK7{index:02}", "t", "r", "f", run, "configuration") for index, run in enumerate(runs)]
     outcome = run_checks(Subject(Path("x")), checks)
     return replace(

@@ -1,7 +1,5 @@
 """Markdown, JUnit, SARIF and HTML reports, by hand-written expectations; refusals come before the work."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The HTML report in a real headless Chromium: without network, by link and keyboard, filtered, dark and light."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

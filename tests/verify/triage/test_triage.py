@@ -1,7 +1,5 @@
 """`triage`: a snippet of each symptom as its program prints it, sound runs, and logs of any size and content."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -30,7 +28,6 @@ LOGS = Path(__file__).parent / "logs"
 
 
 def parts(file: str) -> list[tuple[str, str]]:
-    """Heading and lines of each part of a file of logs."""
     return [(one.partition("\n")[0], one.partition("\n")[2]) for one in (LOGS / file).read_text().split("## ")[1:]]
 
 
@@ -67,7 +64,6 @@ def test_other_forms_of_a_message_are_known_too(tmp_path: Path) -> None:
 
 
 def test_log_and_lines_of_a_sound_run_show_nothing(tmp_path: Path) -> None:
-    """Among the lines are numbers near a bound, and words of a symptom that say something else."""
     for text in (*CLEAN.values(), *(LOGS / "no-symptom.txt").read_text().splitlines()):
         assert keys(of(tmp_path, text)) == [], text
     assert [place.text for place in of(tmp_path, CLEAN["slime"]).loaded] == [

@@ -1,7 +1,5 @@
 """The hooks inside a small job of real Megatron, on two ranks: sound weights pass, each planted fault is named."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

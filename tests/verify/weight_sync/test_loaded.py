@@ -1,7 +1,5 @@
 """Which checkpoint a model is compared with before its first log-probabilities, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from ckptkit.verify.weight_sync.loaded import locate_loaded, parameters_asked_fo
 
 
 def root(path: Path, tracker: str, *iterations: str) -> Path:
-    """A Megatron root with these iterations, without weights."""
     for iteration in iterations:
         (path / iteration).mkdir(parents=True)
         (path / iteration / ".metadata").touch()

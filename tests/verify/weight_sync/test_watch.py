@@ -1,7 +1,5 @@
 """The class of a trainer that sends weights, watched: of the shape that those of slime and miles have."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence

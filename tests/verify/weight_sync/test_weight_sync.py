@@ -1,7 +1,5 @@
 """Weight updates of engines that answer as SGLang or vLLM does: what arrived passes, what did not is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,7 +40,6 @@ def send(
     recorded: Mapping[str, Tensor],
     arrived: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """One update: what the trainer records, and what arrives where that is something else."""
     for name, tensor in recorded.items():
         check.record(name, tensor)
     for engine in engines:

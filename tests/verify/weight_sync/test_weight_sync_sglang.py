@@ -1,7 +1,5 @@
 """Weight updates of SGLang's own models, by SGLang's own checker, on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ NAME, TP = "glm4_moe", 2
 
 
 def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[str, dict[str, Any]]:
-    """What comes of recording each whole update at an engine that is in these states."""
     now = 0
 
     def answer(asked: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:

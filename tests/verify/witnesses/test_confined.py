@@ -1,7 +1,5 @@
 """A witness that hangs, eats memory, spawns or is orphaned is ended, and says nothing about the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,7 +26,6 @@ WITNESS = "support.confined_witness"
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets witnesses find the module of the tests."""
     monkeypatch.setenv("PYTHONPATH", of_tests()["PYTHONPATH"])
 
 
@@ -46,7 +43,6 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; one that has ended and that nobody has waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

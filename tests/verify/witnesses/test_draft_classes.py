@@ -1,7 +1,5 @@
 """Both engines' own classes load the draft models that tests call sound, and do with them what findings say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +57,6 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def loads(engine: str, root: Path) -> Loads:
-    """What each draft model came to, by its name."""
     output, log = root / f"{engine}.json", root / f"{engine}.log"
     drafts = [root / name for name in (*KINDS, *ODD)]
     assert run_in_engine(engine, log, "support.draft_classes", engine, root / "target", output, *drafts), (
@@ -70,7 +67,6 @@ def loads(engine: str, root: Path) -> Loads:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_classes_hold_what_is_called_sound(name: str, engine: str, loads: Loads) -> None:
-    """Every tensor stands in the class, bit for bit; the tables give the tokens that they were made of."""
     tensors, seen = tensors_of(name), loads[name]
     if not has_class(engine, draft_of(KINDS[name][0])):
         assert any(words in seen["refused"] for words in REFUSED[engine])

@@ -1,7 +1,5 @@
 """The engine witness without a GPU: read-back, reference, distances, and what the checks make of reports."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

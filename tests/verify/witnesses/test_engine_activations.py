@@ -1,7 +1,5 @@
 """The noise of inputs in FP8, against compressed-tensors: what it rounds alone, and in a model that it runs itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The requests of a weight update to engines of both kinds of releases, with engines that only keep models."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +192,6 @@ def test_an_engine_that_hides_its_draft_model_is_not_believed(tmp_path: Path) ->
 
 
 def requests(file: Path, owner: str) -> dict[str, tuple[list[str], list[str]]]:
-    """The methods of a class, each with its parameters and their defaults as they are written."""
     tree = ast.parse(file.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
     methods = [one for one in found.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]

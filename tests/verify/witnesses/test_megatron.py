@@ -1,7 +1,5 @@
 """Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones fail the right check."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,6 @@ def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted:
 
 @in_megatron
 def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
-    """One load of a copy with four faults: a value, two layers exchanged, a key gone, a key too many."""
     edited, broken = copy_of(releases("glm4_moe")), tmp_path / "broken"
     value = models.tensors(edited)["model.layers.9.mlp.experts.11.down_proj.weight"]
     value[3, 5] += 1

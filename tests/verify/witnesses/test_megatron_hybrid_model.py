@@ -1,7 +1,5 @@
 """`verify --against-megatron` of a checkpoint that holds a HybridModel: rank by rank, sound and broken."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,7 +49,6 @@ LAYOUTS |= {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(name)`: a directory with a test model as `hf`, `gpt` and `hybrid`. Read only."""
     root = tmp_path_factory.mktemp("hybrid")
 
     def make(name: str) -> Path:

@@ -1,7 +1,5 @@
 """A package that is installed and broken on this machine counts as absent while Megatron is imported, and only then."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Layouts of a training job: pipelines of every kind, context parallelism, more ranks than fit, some ranks only."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,6 @@ in_megatron = pytest.mark.usefixtures("served")
 
 @pytest.fixture(scope="session")
 def model(converted: PathOf, releases: PathOf) -> tuple[Path, Path]:
-    """Megatron checkpoint and release of 12 layers, the first 2 dense, the others of 12 experts, and one for MTP."""
     return converted("glm4_moe-mtp"), releases("glm4_moe-mtp")
 
 
@@ -202,7 +199,6 @@ def test_options_of_megatron_without_megatron_are_refused(
 
 
 def seen(model: tuple[Path, Path]) -> tuple[Subject, RankReport]:
-    """The report of one rank that asks for all of the checkpoint."""
     subject = subject_of(model, {})
     stored = subject.megatron_files.opened.metadata.tensors
     asked = {key: (Box((0,) * len(one.shape), one.shape, True),) for key, one in stored.items()}

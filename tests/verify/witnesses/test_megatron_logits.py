@@ -1,7 +1,5 @@
 """`--logits` with `--against-megatron`: real Megatron's log-probabilities against transformers, and the verdicts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -37,7 +35,6 @@ ANSWER = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
 
 
 def run_broken(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `support.broken_witness` run the ranks."""
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setenv("BREAK", how)
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
@@ -81,7 +78,6 @@ def test_a_fault_of_parallel_ranks_alone_is_found(
 
 
 def judged(subject: Subject, failures: Mapping[int, str] | None = None) -> Outcome:
-    """What CK606 says of a subject that Megatron loaded."""
     subject._results[run_megatron,] = MegatronRun(ParallelSizes(), "the CPU", [], failures or {})
     return run_checks(subject, [one for one in all_checks() if one.code == "CK606"])
 

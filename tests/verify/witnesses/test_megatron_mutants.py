@@ -1,7 +1,5 @@
 """What one rank saved wrongly, as real Megatron's ranks hold it: findings name ranks, parameters and slices."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,7 +55,6 @@ def test_layers_shifted_inside_a_stage(faults: dict[str | None, Finding]) -> Non
 
 
 def test_faults_of_one_rank_are_named_with_the_rank(faults: dict[str | None, Finding]) -> None:
-    """Experts under local numbers, gate and up swapped in a slice, a norm of another layer, and a rounded bias."""
     local = faults[
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc1.weight, "
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc2.weight"

@@ -1,7 +1,5 @@
 """`--trainer-loader`: Megatron-LM's own `load_checkpoint` in place of megatron-core's loader."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ needs_loader = pytest.mark.skipif(
 
 @pytest.fixture
 def root(fresh_megatron: PathOf) -> Path:
-    """A copy of the Megatron checkpoint to break."""
     return fresh_megatron("qwen2-untied")
 
 

@@ -1,7 +1,5 @@
 """CK607: whether a model predicts text, from recorded figures and by real transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

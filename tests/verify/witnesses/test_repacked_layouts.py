@@ -1,7 +1,5 @@
 """Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,7 +124,6 @@ def test_a_layer_is_compared_by_its_products(symmetric: bool, fault: str | None)
 
 @pytest.mark.parametrize("form", ["plain", "int4", "fp8"])
 def test_what_latent_attention_absorbs_is_compared(form: str) -> None:
-    """Two heads of 12 rows of keys and 20 of values, each of 128 latent inputs."""
     layer, meant = module(weight=weight(64, 128)), weight(64, 128)
     if form == "int4":
         layer, meant = packed()

@@ -1,7 +1,5 @@
 """Files of recorded rollouts: what they may hold, and what is said of damaged ones."""
 
-from __future__ import annotations
-
 import enum
 import os
 import sys
@@ -24,7 +22,6 @@ def sample(**fields: Any) -> Sample:
 
 
 def test_fields_of_a_sample_are_read(tmp_path: Path) -> None:
-    """Tensors as lists are."""
     given = sample(prompt="a", weight_versions=["1", 2], loss_mask=[1, 0], metadata={"temperature": 0})
     tensors = sample(tokens=torch.tensor([4, 5, 6, 7])[1:], rollout_log_probs=torch.tensor([-1.0, -2.0]))
     found, of_tensors = read_recording(write(tmp_path / "a.pt", [given, tensors])).samples
@@ -69,8 +66,6 @@ def test_classes_that_slime_and_miles_save_stay_inert(
 
 
 class Call:
-    """Pickles as a call."""
-
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
 

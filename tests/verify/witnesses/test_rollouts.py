@@ -1,7 +1,5 @@
 """CK602: recorded rollouts against the checkpoint; transformers' forward in the test is the independent truth."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -33,8 +31,6 @@ from ckptkit.verify.witnesses.rollouts.run import parts_of
 
 @pytest.fixture
 def judge(alone: RunAlone, in_process: None, tmp_path: Path, recorded: Any) -> Callable[..., Any]:
-    """`judge(samples)`: status, reason and findings of CK602."""
-
     def one(given: Sequence[Sample], **how: Any) -> tuple[str, str, list[Finding]]:
         file = how.pop("rollout_data", None) or write(tmp_path / "rollout.pt", given)
         how = {"rollout_temperature": 1.0, **how}
@@ -64,7 +60,6 @@ def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> N
 
 
 def scaled(path: Path, target: Path, layer: int, factor: float) -> Path:
-    """A copy of the checkpoint with one matrix times a factor."""
     shutil.copytree(path, target)
     name = f"model.layers.{layer}.mlp.down_proj.weight"
     models.edit(target, name, models.tensors(path)[name] * factor)
@@ -304,8 +299,6 @@ Judge = Callable[..., tuple[str, str, list[Finding]]]
 
 @pytest.fixture
 def judge_prompts(alone: RunAlone, in_process: None, tmp_path: Path, recorded: Any) -> Judge:
-    """`judge_prompts(sample, ...)`: status, reason and findings of CK603."""
-
     def one(*given: Sample, path: Path = recorded.path) -> tuple[str, str, list[Finding]]:
         result, findings = alone("CK603", path, rollout_data=write(tmp_path / "rollout.pt", given))
         assert result is not None

@@ -1,7 +1,5 @@
 """Job and report files of witnesses, which rank is to blame, and the engines that are registered."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +20,6 @@ from ckptkit.verify.witnesses.runner import Answer, read_answer, tail_of_log
 
 @dataclass(frozen=True)
 class Found:
-    """A report."""
-
     number: int
 
 

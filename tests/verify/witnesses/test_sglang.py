@@ -1,7 +1,5 @@
 """Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib.metadata import version
@@ -36,7 +34,6 @@ ROUTER, DEAD = "mlp.gate.weight", {2: 0.0, 3: 0.5}  # layers whose routers have 
 
 
 def online(root: Path, name: str, release: Path, ignore: list[str]) -> Case:
-    """The release as an online quantizer pushes it, with that `ignore` in its config."""
     packed = online_int4(models.tensors(release), ignore, GROUP)
     return Case(written(root, name, release, packed, quantization_config=int4_config(ignore, GROUP)))
 

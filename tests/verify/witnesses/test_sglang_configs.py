@@ -1,7 +1,5 @@
 """What real SGLang makes of configs that say less than it reads, or more than is stored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

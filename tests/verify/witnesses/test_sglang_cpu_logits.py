@@ -3,8 +3,6 @@
 As tests/gpu/test_sglang_logits_gpu.py, for what SGLang computes with torch alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Multi-token prediction layers in SGLang's own draft classes: what is wrong is named, and what is not run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

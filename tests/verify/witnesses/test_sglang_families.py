@@ -1,7 +1,5 @@
 """Every test model of every family into real SGLang: clean, or what SGLang itself says or leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -67,10 +65,6 @@ def test_what_sglang_refuses_is_quoted(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_lost_and_exchanged_tensors_are_named(name: str, cases: Cases, runs: Runs) -> None:
-    """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names.
-
-    In draft layers the projection of both inputs, a norm and up of one expert. Some classes stop at a lost tensor.
-    """
     run, tensors = runs[f"{name} broken"], models.tensors(cases[name].checkpoint)
     if name in STRICT:
         assert run.report is None

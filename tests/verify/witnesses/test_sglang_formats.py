@@ -1,7 +1,5 @@
 """INT4 and FP8 blocks of every model type into real SGLang: clean, and broken ones named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -72,7 +70,6 @@ def test_a_cell_of_the_matrix_is_clean(label: str, cases: Cases, runs: Runs) -> 
 
 @pytest.mark.parametrize("name", daily(BROKEN, ("qwen3_moe", "qwen3_vl_moe")))
 def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs) -> None:
-    """A norm and the packed weight of one expert's up are missing; two experts of another layer are exchanged."""
     report = reported(runs[f"broken {name}"])
     tensors = models.tensors(Path(cases[f"broken {name}"].checkpoint))
     missing = {one for one in tensors if LOST_PARTS.fullmatch(one)}

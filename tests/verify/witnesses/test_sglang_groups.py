@@ -1,7 +1,5 @@
 """Config groups of INT4 checkpoints in real SGLang: what it loads and refuses, `lint` and `verify` say without it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -46,7 +44,6 @@ def content(*groups: Mapping[str, Any], form: str = "pack-quantized", ignore: It
 
 
 def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quantized:
-    """The wanted matrices in FP8 with a scale a row, by a formula of its own."""
     found: Quantized = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or not wanted(name):

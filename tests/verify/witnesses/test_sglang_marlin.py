@@ -1,7 +1,5 @@
 """Marlin's layout as we write it out, against the plain-Python reference that SGLang tests its kernels with."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +80,6 @@ def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
 
 
 def words(*shape: int) -> nn.Parameter:
-    """Any words of eight values of 4 bits."""
     return nn.Parameter(torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32), requires_grad=False)
 
 
@@ -106,8 +103,6 @@ class CompressedTensorsWNA16MoE:
 
 
 class Packed(nn.Module):
-    """Two experts, packed."""
-
     def __init__(self, *, zero_points: bool = False) -> None:
         super().__init__()
         self.scheme = CompressedTensorsWNA16MoE()

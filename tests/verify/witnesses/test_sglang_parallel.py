@@ -1,7 +1,5 @@
 """Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,12 +136,10 @@ def test_what_sglang_cannot_share_out_is_quoted(case: Case, runs: Runs) -> None:
 
 
 def is_whole(sizes: EngineSizes, name: str) -> bool:
-    """Whether every rank has the attention whole; SGLang's Qwen2 class cuts it all the same."""
     return sizes.dp_attention and not name.startswith("qwen2")
 
 
 def part_of(tensor: Tensor, how: str, rank: int) -> Tensor:
-    """What a rank holds of it: half of the outputs or inputs, all of it, or all of it on one rank alone."""
     if how == "words":  # a vocabulary of 352, filled up to a multiple of 64
         return tensor[192 * rank : 192 * (rank + 1)]
     if how in ("rows", "columns"):
@@ -191,7 +187,6 @@ def test_which_part_a_rank_holds(
 
 
 def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
-    """The numbers of the elements that a rank holds."""
     if name in report.partial:
         parts = [region.of(numbers) for region in report.partial[name][1]]
         return torch.cat([part.flatten() for part in parts])

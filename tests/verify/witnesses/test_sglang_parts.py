@@ -1,7 +1,5 @@
 """The parts of the SGLang witness that need no SGLang: names, the poison, the subprocess."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

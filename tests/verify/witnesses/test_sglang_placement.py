@@ -1,7 +1,5 @@
 """What a loader does with tensors, seen by `Trace` and followed back to them: loaders unlike those of real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +24,6 @@ Loader = Callable[[dict[str, Tensor], Weights], object]
 
 
 def given(*names: str) -> dict[str, Tensor]:
-    """Tensors of numbers that are nowhere else."""
     return {name: torch.arange(100.0 * at, 100 * at + 24).reshape(4, 6) for at, name in enumerate(names, 1)}
 
 
@@ -43,12 +40,10 @@ def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader:
 
 
 def counts(placement: Placement, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many elements of each tensor stand in parameters."""
     return {name: covered(tensor.numel(), placement.parts(name)) for name, tensor in tensors.items()}
 
 
 def rows(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """Tensors below each other."""
     for at, (_, tensor) in enumerate(weights):
         parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor)
 
@@ -60,13 +55,11 @@ def in_threads(parameters: dict[str, Tensor], weights: Weights) -> None:
 
 
 def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """The second tensor over half of the first."""
     for name, tensor in weights:
         parameters["fused"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
 
 
 def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """One as it is, and another times two."""
     (_, one), (_, other) = weights
     parameters["fused"].copy_(torch.cat([one, other * 2]))
 

@@ -1,9 +1,4 @@
-"""Transformer Engine's layer spec, which trainers use, where it is installed.
-
-What its models ask of a checkpoint, loaded strictly, without a GPU.
-"""
-
-from __future__ import annotations
+"""Transformer Engine's layer spec, which trainers use, where it is installed."""
 
 from dataclasses import replace
 from importlib.metadata import version
@@ -52,7 +47,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_sound(subject: Subject) -> str:
-    """No check has a finding; what the report says of Megatron."""
     tally = Tally()
     assert [one for check in (strict_load, right_slices, all_layers) for one in check(subject, tally)] == []
     return tally.facts["megatron"][0]
@@ -87,7 +81,6 @@ def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: s
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", daily(WHOLE.split(), ["qwen2-untied", "glm4_moe-mtp", "deepseek_v3", "qwen3_next"]))
 def test_megatrons_own_stack_of_hybridmodel_holds_it(releases: PathOf, name: str, tmp_path: Path) -> None:
-    """The names that megatron-core gives HybridModel's layers: its own spec, with Transformer Engine's modules."""
     dims = dims_of(HfCheckpoint(releases(name)).config)
     if reasons := list(gpt_only(dims)):
         pytest.skip(f"HybridModel cannot hold it: {reasons[0]}")

@@ -1,7 +1,5 @@
 """Which exceptions of a witness are verdicts on the checkpoint: by their phase, and by whose code raised them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

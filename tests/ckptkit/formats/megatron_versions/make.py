@@ -11,8 +11,6 @@ it from 0.17 on; for versions before, `megatron` of Megatron-LM's tag `core_vVER
 megatron-core 0.19.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -181,7 +179,6 @@ def training_state(model: dict[str, Any], args: argparse.Namespace) -> dict[str,
 
 
 def save(rank: int, folder: Path) -> None:
-    """One rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with importing_megatron():
@@ -207,7 +204,6 @@ def save(rank: int, folder: Path) -> None:
 
 
 def save_all(folder: Path) -> None:
-    """Both ranks save into `release`."""
     context = multiprocessing.get_context("fork")
     with importing_megatron():
         import megatron.training.arguments  # noqa: F401
@@ -244,7 +240,6 @@ def convert(folder: Path, checkout: Path) -> None:
 
 
 def main() -> None:
-    """Makes the archive `VERSION.tar.xz` in the folder `sys.argv[1]`."""
     pretend_cuda()
     with importing_megatron():
         from megatron.core.package_info import __version__

@@ -1,7 +1,5 @@
 """CK722's words on FP8 blocks, against SGLang's and vLLM's own layers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -53,7 +51,6 @@ def drawn(engine: str) -> list[dict[str, Any]]:
 
 
 def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
-    """What CK722 says of a case."""
     dims, given = dict(case["dims"]), base
     if "kv_rank" in dims:
         parts = [dims.pop(name) for name in ("kv_rank", "nope", "rope", "value")]
@@ -64,7 +61,6 @@ def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
 
 
 def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path) -> list[list[str]]:
-    """What the engine's own layers refuse of them."""
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
     ended_well = run_in_engine(engine, root / "log", "support.fp8_cuts", engine, file)
@@ -75,7 +71,6 @@ def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path) -> li
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> ModelDims:
-    """A model with plain layers and layers of experts."""
     root = write_config(tmp_path_factory.mktemp("hf"), "qwen3_moe")
     dims = dims_of(json.loads((root / "config.json").read_text()))
     return replace(dims, dense_layers=(0,))
@@ -100,7 +95,6 @@ def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
 
 
 def wide(text: str) -> str:
-    """Experts cut by four tensor parallel ranks, where the launch spreads them over eight."""
     tp = text.replace("--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 4")
     return tp.replace("--sglang-ep-size 8", "")
 
@@ -142,7 +136,6 @@ def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(
 
 
 def launched(folder: Path, quantization: Mapping[str, Any]) -> list[Finding]:
-    """What CK722 finds of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, wide))
     return [one for one in report.findings if one.code == "CK722"]
 

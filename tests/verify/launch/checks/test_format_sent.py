@@ -1,7 +1,5 @@
 """CK747: formats that slime, miles and vime cannot send."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,13 +16,11 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def launched(folder: Path, quantization: Mapping[str, Any] | None, change: Callable[[str], str] = str) -> list[Finding]:
-    """What CK747 finds of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, change))
     return [one for one in report.findings if one.code == "CK747"]
 
 
 def with_vllm(option: str = "--vllm-enable-expert-parallel") -> Callable[[str], str]:
-    """The same launch of vime."""
     return lambda text: text.replace("--sglang-ep-size 8", option)
 
 

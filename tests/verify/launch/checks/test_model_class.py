@@ -1,7 +1,5 @@
 """CK748: a launch that builds GPTModel where its checkpoint holds HybridModel, or the other way round."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,12 @@ NAME = "qwen2-untied"
 
 @pytest.fixture(scope="module")
 def hybrid(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release as a HybridModel. Read only."""
     path = tmp_path_factory.mktemp("hybrid") / "megatron"
     convert(releases(NAME), path, dialect="hybrid")
     return path
 
 
 def launched(hf: Path, megatron: Path, dialect: str, *more: str, config: dict[str, Any] | None = None) -> Report:
-    """What preflight says of a launch with the model's arguments for a class."""
     args = megatron_args(dims_of(config or HfCheckpoint(hf).config), dialect)
     words = [word for line in launch_flags(args) for word in shlex.split(line)]
     return preflight(arguments=["--hf-checkpoint", str(hf), "--ref-load", str(megatron), *words, *more])

@@ -1,7 +1,5 @@
 """CK716: the tokenizer of --hf-checkpoint against that of the weights; CK724: what a launch asks of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -105,16 +103,6 @@ def test_another_template_or_special_token_is_a_warning(
     assert finding.actual.startswith(actual)
 
 
-def test_sentencepiece_models_are_compared_by_their_bytes(sides: tuple[Path, Path]) -> None:
-    for side in sides:
-        (side / "tokenizer.json").unlink()
-        (side / "tokenizer.model").write_bytes(b"one")
-    assert found(sides) == []
-    (sides[1] / "tokenizer.model").write_bytes(b"two")
-    (finding,) = found(sides)
-    assert (finding.severity, finding.expected) == ("error", "the tokenizer.model of --hf-checkpoint")
-
-
 def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_error(sides: tuple[Path, Path]) -> None:
     engine, _ = sides
     (engine / "tokenizer.json").unlink()
@@ -176,7 +164,6 @@ STOPS = "--rollout-stop-token-ids"
 
 @pytest.fixture
 def engine(releases: PathOf, tmp_path: Path) -> Path:
-    """A directory of 320 tokens, with a tokenizer and a chat template."""
     root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     words = {f"w{number}": number for number in range(300)}
     (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
@@ -186,7 +173,6 @@ def engine(releases: PathOf, tmp_path: Path) -> Path:
 
 
 def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
-    """Status of CK724, None where it does not apply, and its findings."""
     report = preflight(root, arguments=words)
     status = next((check.status for check in report.checks if check.code == "CK724"), None)
     return status, [finding for finding in report.findings if finding.code == "CK724"]

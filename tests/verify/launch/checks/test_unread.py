@@ -1,7 +1,5 @@
 """Words of a launch that matter and are not read: preflight never passes over them in silence."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

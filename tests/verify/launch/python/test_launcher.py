@@ -1,7 +1,5 @@
 """Launchers in Python: the words that they give to the trainer, though they are never run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -262,7 +260,6 @@ if __name__ == "__main__":
 
 
 def of_slime(folder: Path, place: str = "scripts/run_tiny.py", text: str = OF_SLIME) -> Path:
-    """A launcher at a place in such a checkout; returns its path."""
     files = {"slime/utils/external_utils/command_utils.py": UTILS, "scripts/models/tiny.sh": TINY, place: text}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Model arguments that Python files give: the words that Python prints, though none of them is run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

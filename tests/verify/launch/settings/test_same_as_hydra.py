@@ -4,8 +4,6 @@
 it with Hydra itself, which wants another version of ANTLR than the tests' S3 server.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 `CKPTKIT_CASES=10000` makes more of the grammar's, and prints how they come out.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

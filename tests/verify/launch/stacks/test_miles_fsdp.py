@@ -1,7 +1,5 @@
 """miles' FSDP trainer builds the model from --hf-checkpoint, whatever --load and --megatron-to-hf-mode say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ def launched(hf: Path, *words: str, backend: str = "fsdp") -> Report:
 
 
 def saved(root: Path, tracker: str = "20") -> Path:
-    """A directory in which miles' FSDP trainer saved iteration 20."""
     (root / "iter_0000020" / "model").mkdir(parents=True)
     (root / "iter_0000020" / "model" / ".metadata").write_bytes(b"")
     (root / "latest_checkpointed_iteration.txt").write_text(tracker)

@@ -1,7 +1,5 @@
 """Launches of NeMo-RL: what policy, reference and engine load by its YAML files, and what is wrong with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -25,7 +23,6 @@ def hf(releases: PathOf) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that the others inherit from, and no converted copies."""
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "base.yaml"

@@ -1,7 +1,5 @@
 """Launches of programs that train and are not read: refused by name, with what can be done. As their documents have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

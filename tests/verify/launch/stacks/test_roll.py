@@ -1,7 +1,5 @@
 """Launches of ROLL: what its roles load by its YAML files, and what is wrong with them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

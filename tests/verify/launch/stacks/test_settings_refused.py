@@ -1,9 +1,4 @@
-"""CK746, CK722, CK745, CK747 and CK721 of verl, NeMo-RL and ROLL, each beside a right job.
-
-Every row breaks one rule; without it the job is right.
-"""
-
-from __future__ import annotations
+"""CK746, CK722, CK745, CK747 and CK721 of verl, NeMo-RL and ROLL, each beside a right job."""
 
 import json
 import tomllib
@@ -47,7 +42,6 @@ ROLL = {
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No earlier run and no converted copy is near."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
 

@@ -1,7 +1,5 @@
 """Launches of verl: what each side loads by Hydra's settings, and what is wrong with them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

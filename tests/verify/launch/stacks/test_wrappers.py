@@ -1,7 +1,5 @@
 """Scripts that start a trainer by others: what they source, name and hand on reaches the settings of the job."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify --against-vllm`: from HF, INT4 and Megatron, in an environment of its own, and where there is none."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

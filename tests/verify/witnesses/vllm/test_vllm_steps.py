@@ -1,7 +1,5 @@
 """vLLM's steps after loading, with its own references in the place of CUDA kernels: what they make is compared."""
 
-from __future__ import annotations
-
 import pytest
 from support.sglang_runs import reported
 from support.vllm_repacked import run_cases

@@ -1,7 +1,5 @@
 """Faults of public threads about vLLM, planted in checkpoints: named, and the sound ones they were made of pass."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -75,7 +73,6 @@ def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> Non
 
 @pytest.mark.parametrize("name", NAMED)
 def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
-    """By its HF name; vLLM itself loads the model."""
     run = runs[name]
     assert run.report is not None, run
     unwritten = [one for report in (run.report, draft_of(run)) if report is not None for one in report.unwritten]
