@@ -135,7 +135,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
     special = _SPECIAL_KINDS.get(stage or "")
     not_asked = [] if source else [special.source if special else "source"]
-    not_asked += [] if special or subject.is_deltas else programs_not_asked(subject.against)
+    not_asked += [] if special or subject.is_deltas else programs_not_used(subject.against)
     return Report(
         version=program_version(),
         command=tuple(command),

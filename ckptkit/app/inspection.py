@@ -107,9 +107,9 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             facts["rope"] = rope
         facts["quantization"] = "the cache alone" if declared_quantization(checkpoint.config) else None
         if is_quantized(checkpoint.config):
-            from ckptkit.quant.formats.dequantize import described
+            from ckptkit.quant.formats.dequantize import describe_format
 
-            facts["quantization"] = described(checkpoint.config, checkpoint.specs)
+            facts["quantization"] = describe_format(checkpoint.config, checkpoint.specs)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
         facts["model"] = "GPTModel"

@@ -164,9 +164,7 @@ def expected_of(subject: Subject) -> Expected | None:
     # A release may repeat tensors under these names.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    carries = family_of(
-        config
-    ).passes_through  # tensors outside the language model
+    carries = family_of(config).passes_through  # tensors outside the language model
     carried = frozenset(name for kind in kinds if carries(kind[0]) for name in kind)
     return Expected(shapes, frozenset(), fp32, indices, repeated | scales | carried)
 

@@ -177,8 +177,8 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
     prefix = f"{kind} " if kind else ""
     names = sorted(mapping, key=_order)
     if all(mapping.get(other) == name for name, other in mapping.items()):
-        first = [name for name in names if _order(name) < _order(mapping[name])]
-        return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
+        lower = [name for name in names if _order(name) < _order(mapping[name])]
+        return f"{prefix}{_listed(lower)} and {_listed([mapping[name] for name in lower])} are exchanged"
     if set(mapping) == set(mapping.values()):
         more = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
         first = f"{names[0]} holds the values of {mapping[names[0]]}"

@@ -19,7 +19,7 @@ from ckptkit.verify.launch.words import LaunchText, Word
 
 
 @dataclass(frozen=True)
-class Given:
+class PreflightOptions:
     """Paths and sizes from preflight's own options. A size of 1 counts as not given."""
 
     hf_checkpoint: str | Path | None = None

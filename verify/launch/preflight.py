@@ -81,7 +81,9 @@ def preflight(
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    given = Given(hf_checkpoint or None, Path(load) if load else None, Path(ref_load) if ref_load else None, **sizes)
+    given = PreflightOptions(
+        hf_checkpoint or None, Path(load) if load else None, Path(ref_load) if ref_load else None, **sizes
+    )
     job, reasons = read_job(Launch(text, given, {**environment, **known}), config), []
     if ask_trainer is not None:
         from ckptkit.verify.launch.ask_trainer import ask_trainer as ask

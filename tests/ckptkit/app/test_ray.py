@@ -189,9 +189,7 @@ def test_a_node_with_another_version_is_named(
 ) -> None:
     here = ray_tasks.program_version()
     monkeypatch.setattr(ray_tasks, "program_version", lambda: "9.9")
-    with pytest.raises(
-        CkptkitError, match=rf"node \S+ has ckptkit {here}, .* 9.9\n.*install"
-    ):
+    with pytest.raises(CkptkitError, match=rf"node \S+ has ckptkit {here}, .* 9.9\n.*install"):
         to_megatron(tmp_path / "out", ray=cluster.address)
 
 

@@ -73,12 +73,12 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         there = Subject(subject.source_path).hf_files.config
         differences = plain_differences(subject.hf_files.config, there, tally)
     else:
-        here = require_config(subject, stated_config_of)
+        here = require_config(subject, raw_config_of)
         hint = "" if subject.options.adapter is None else "write the value of the merged weights"
         if subject.options.adapter is not None and subject.source is not None:
             there = subject.source.config  # an adapter may untie the output layer
         else:
-            there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
+            there = raw_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
         if is_another_model(here, there):
             tally.compared()
             values, source = subject.peek(read_values), describe_model(there)
@@ -278,7 +278,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
     """The key in `here` behind each argument that differs, its value there and its value here, if it is a single key.
 
     A key counts if changing only its value gives `here` the argument of `there`: the argument itself as the value of a
-    number (the two may spell it differently), or the value of the same key in `there`.
+    number (the two may entry_for it differently), or the value of the same key in `there`.
     """
     own, others, expected, actual = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
     changed = {path: others.get(path) for path in {**own, **others} if own.get(path) != others.get(path)}

@@ -26,6 +26,7 @@ from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject
 from ckptkit.verify.evidence.expected import (
     Expected,
     config_of,
+    config_or_none,
     expected_of,
     has_floats,
     has_own_class,
@@ -34,7 +35,6 @@ from ckptkit.verify.evidence.expected import (
     refuse_stated,
     require_expected,
     spelling_of,
-    usable_config,
 )
 from ckptkit.verify.evidence.floats.stored import parts_in_floats
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
@@ -298,7 +298,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.is_hf:
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
-    config = usable_config(subject)
+    config = config_or_none(subject)
     expected = expected_of(subject) or Expected({})
     of_no_family = is_of_no_family(subject)
     quantized = config is not None and is_quantized(config)

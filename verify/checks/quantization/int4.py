@@ -22,8 +22,8 @@ from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from ckptkit.quant.formats.scheme import get_list
 from ckptkit.quant.ignore.agree import NOTHING_PACKED
-from ckptkit.quant.ignore.names import matrices_of, spell
-from ckptkit.quant.ignore.readers import BY_CLASS, counting, severity_of_all, worst
+from ckptkit.quant.ignore.names import entry_for, matrices_of
+from ckptkit.quant.ignore.readers import BY_CLASS, deciding_readers, severity_of_all, worst
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tiles import UNPACKED, fused_in_transformers
 from ckptkit.quant.ignore.tree import class_tree
@@ -292,8 +292,8 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             scales[match[1]].update(match[2] or match[3] or "kv")
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
-    config = usable_config(subject)
-    content = stated_quantization(config or {})
+    config = config_or_none(subject)
+    content = declared_quantization(config or {})
     calibrated = config is not None and is_cache_calibrated(content)
     severity = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # only transformers misreads it
     for lost, stored in ("kv", "vk"):

@@ -105,7 +105,7 @@ def refused_parts(
     """Parts that some readers refuse: an error if one of them counts."""
     refused = []
     with suppress(CkptkitError):  # no groups, which `config_issue` judges
-        refused = list(refusals(config))
+        refused = list(find_refusals(config))
     for refusal in refused:
         severity = severity_of_all(refusal.readers, asked, engine)
         actual = f"{' and '.join(refusal.readers)}: {refusal.what}"

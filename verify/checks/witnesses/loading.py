@@ -216,7 +216,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
 
 
 def _may_have_experts(subject: Subject) -> bool:
-    config = usable_config(subject)
+    config = config_or_none(subject)
     return config is None or dims_of(config).experts > 0
 
 
@@ -269,8 +269,8 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 
 
 def _has_draft_layers(subject: Subject) -> bool:
-    config = usable_config(subject)
-    return config is not None and bool(of_draft(config))
+    config = config_or_none(subject)
+    return config is not None and bool(draft_prefixes(config))
 
 
 @each_engine(8, applies_to=only_if(_has_draft_layers, "there are no multi-token prediction layers"))

@@ -177,7 +177,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
 
 def _is_new(gap: Gap) -> bool:
     """Whether a part of a name is different at every start."""
-    return is_new_at_start(gap.source) or (gap.why.startswith("the call of ") and is_new_at_start(gap.why))
+    return changes_every_start(gap.source) or (gap.why.startswith("the call of ") and changes_every_start(gap.why))
 
 
 def _is_needed(option: str) -> bool:

@@ -23,13 +23,13 @@ from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.names import settings
-from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.options.speculative import speculation_from_settings
 from ckptkit.verify.launch.options.tables import SIZES
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, cite_all
+from ckptkit.verify.launch.stacks.sizes import GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, cite_all
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -49,7 +49,7 @@ _TEACHERS = re.compile(r"^teacher\.model_name$|^on_policy_distillation\.teacher_
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
-    settings.report_unread(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
@@ -67,7 +67,7 @@ def read(launch: Launch) -> Job:
     # Weights of pretrained_checkpoint may belong to another model than config and tokenizer.
     is_copy = megatron and start is not None and start.is_megatron and not prefix
     engine = _engine(settings)
-    sizes, arguments, cuts = None, engine.sizes, list[Cut]()
+    sizes, arguments, cuts = None, engine.sizes, list[ModelSplit]()
     if megatron:
         _report_missing(settings, *(f"{_MEGATRON}.{name}" for name in SIZES.values()))
         sizes = Sizes.read(settings, _MEGATRON)

@@ -63,7 +63,7 @@ def _map_distillation(settings: Config) -> Config:
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = _map_distillation(launch.settings)
-    settings.report_unread(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     is_gae = settings.text("adv_estimator", "gae") == "gae"
     critic = ["critic"] if is_gae and settings.has("critic.strategy_args.strategy_name") else []

@@ -197,10 +197,12 @@ class RolloutEngine:
     def cut(
         self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
     ) -> RolloutEngine:
-        """The engine with these sizes. `plain` is `Cut.plain_experts`, `fp8` is `Cut.online_fp8`."""
+        """The engine with these sizes. `plain` is `ModelSplit.plain_experts`, `fp8` is `ModelSplit.online_fp8`."""
         sizes, cuts = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep), self.cuts
         if self.server and tp > 1:
-            cuts = (Cut(ENGINE, self.server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8),)
+            cuts = (
+                ModelSplit(ENGINE, self.server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8),
+            )
         return replace(self, sizes=sizes, cuts=cuts)
 
 
@@ -372,6 +374,6 @@ class _OptionSizes:
             return None
         attention = tp // (self.engine_dp or 1) if self.dp_attention else tp
         server, option = self.server or "sglang", "--rollout-num-gpus-per-engine"
-        cut = Cut(ENGINE, server, tp, option, ep, attention, self.dense_tp, self.plain_experts)
+        cut = ModelSplit(ENGINE, server, tp, option, ep, attention, self.dense_tp, self.plain_experts)
         words = self.given.words(_ENGINE)
         return replace(cut, redundant=self.redundant, ep_option="--sglang-ep-size", words=words, file=self.file)

@@ -73,7 +73,7 @@ def read(launch: Launch) -> Job:
         raise CkptkitError("nothing to look at", hint)
     sides, unread = (*_trainers(paths, bool(text.words)), *_rollout(paths)), _unread(launch, paths)
     sizes = launch_arguments(given, text.words, launch.environment)
-    tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.given.sizes.items())
+    tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.options.sizes.items())
     # Megatron's default of etp is tp.
     sizes = replace(sizes, tp=tp, pp=pp, ep=ep, etp=sizes.etp or (tp if text.words and not unread else None))
     return Job(

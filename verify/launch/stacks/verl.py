@@ -26,7 +26,16 @@ from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides, torch_dist_side
-from ckptkit.verify.launch.stacks.sizes import NAMES, GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, cite_all
+from ckptkit.verify.launch.stacks.sizes import (
+    NAMES,
+    GpuGroup,
+    GpuPlacement,
+    Gpus,
+    ModelSplit,
+    RolloutEngine,
+    Sizes,
+    cite_all,
+)
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -78,7 +87,7 @@ def read(launch: Launch) -> Job:
         prefix = f"{prefixes[role][-1]}.override_transformer_config"
         sizes[role] = size.arguments(engine.sizes, settings, prefix)
     differences = tuple(_size_differences(settings, roles)) if megatron else ()
-    settings.report_unread(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
     # At the start of a run Megatron weights are those of `model.path` too.
@@ -391,7 +400,7 @@ def read_sft(launch: Launch) -> Job:
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
             settings.unread.append(f"{word.place}: {word.text}: the step that the run resumes from is not read")
-    settings.report_unread(_SFT_ELSEWHERE)
+    settings.report_unchecked(_SFT_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     cuts = () if sizes else tuple(ModelSplit.ulysses(settings, "actor", *_SEQUENCE))

@@ -85,7 +85,7 @@ def pretend_cuda() -> None:
     torch._dynamo.config.disable = True
     mask = fused_softmax.get_sliding_window_causal_mask
 
-    def mask_on_cpu(*args: Any) -> Tensor:
+    def mask_on_cpu(*args: Any) -> Any:
         with OnCpu():
             return mask(*args)
 

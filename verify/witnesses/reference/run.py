@@ -60,7 +60,7 @@ def run_prediction(subject: Subject) -> Reference:
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
     """Raises CannotCheck if transformers is known to compute another model for prompts."""
-    if reason := unlike_transformers(config_of(subject), max(map(len, prompts))):
+    if reason := transformers_deviation(config_of(subject), max(map(len, prompts))):
         raise CannotCheck(f"transformers is not a reference for this model: {reason}")
 
 

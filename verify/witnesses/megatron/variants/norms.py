@@ -89,9 +89,10 @@ def mlp_submodules(layer: Any) -> Any:
 def _adapt_sandwich(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
-    base = LocalSpecProvider().row_parallel_linear()
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TERowParallelLinear as base  # noqa: N813
+        from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+    base: type = TERowParallelLinear if transformer_engine else LocalSpecProvider().row_parallel_linear()
     for layer in spec.layer_specs if dims.sandwich else ():
         if dims.sandwich == "layer":
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
