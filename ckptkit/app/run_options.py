@@ -93,7 +93,7 @@ class RunOptions:
     src, hf, like: absolute paths or URLs. hf: None for the config stored with the Megatron checkpoint.
     dialect: None means "mcore". A Megatron source is converted to this dialect if given, else to HF.
     scheme: the quantization, or None for dequantized weights.
-    readers: keys of `ckptkit.quant.ignore.readers.READERS`.
+    readers: keys of `ckptkit.quant.ignore.readers.ALL_READERS`.
     max_shard_size, memory: bytes. workers: with `ray` concurrent tasks (None: one per core), else threads.
 
     Raises UsageError for options that contradict each other.

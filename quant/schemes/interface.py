@@ -23,7 +23,7 @@ class Request:
     stored: Checkpoint | None = None
     # "rl" packs routed experts alone, which both SGLang and vLLM can be updated with.
     preset: Literal["rl"] | None = None
-    # Those of `ckptkit.quant.ignore.readers.READERS` who must agree on what is packed.
+    # Those of `ckptkit.quant.ignore.readers.ALL_READERS` who must agree on what is packed.
     readers: Sequence[str] = ALL_READERS
     # A tensor parallel size that the kernels of SGLang must be able to load.
     tp: int | None = None

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.converters.by_class import built_class, built_from, family_from
 from ckptkit.converters.class_in_transformers import build, describe
-from ckptkit.converters.hf_names import tail
+from ckptkit.converters.hf_names import name_in_layer
 from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
@@ -119,8 +119,8 @@ def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: st
     tree = of_family(CONFIGS[name])
     found = {module: tree.reason_to_keep(module) for module in REASONS[name]}
     assert found == {module: why and text_with(why) for module, why in REASONS[name].items()}
-    allowed = {tail(module) for module, why in REASONS[name].items() if why is None}
-    assert {tail(module) for module in tree.packable} == allowed
+    allowed = {name_in_layer(module) for module, why in REASONS[name].items() if why is None}
+    assert {name_in_layer(module) for module in tree.packable} == allowed
     odd = {"hidden_size": "x"}
     text = {"text_config": CONFIGS[name]["text_config"] | odd} if "text_config" in CONFIGS[name] else odd
     with pytest.raises(CkptkitError, match="hidden_size"):  # and transformers is not asked

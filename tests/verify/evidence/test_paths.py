@@ -7,7 +7,7 @@ import pytest
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.checks.witnesses.megatron import _never_asked_for
+from ckptkit.verify.checks.witnesses.megatron import _not_requested
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron.job import RankReport
@@ -54,7 +54,7 @@ def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> 
         "decoder.layers.0.x._extra_state/shard_0_1",
     ]
     report = RankReport(0, "0", 1, 1, 1, ((0,),), 1, (*beside, "decoder.layers.12.mlp.linear_fc2.weight"), (), (), ())
-    assert [issue.names for issue in _never_asked_for([report], set())] == [["decoder.layers.12.mlp.linear_fc2.weight"]]
+    assert [issue.names for issue in _not_requested([report], set())] == [["decoder.layers.12.mlp.linear_fc2.weight"]]
 
 
 def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted: PathOf, copy_of: CopyOf) -> None:

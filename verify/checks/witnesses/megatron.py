@@ -79,9 +79,13 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
-    promised, missing = set(_names(subject)), set(run.reports[0].missing) if run.reports else set()
+    yield from _not_requested(run.reports, set(_names(subject)))
+
+
+def _not_requested(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
+    missing = set(reports[0].missing) if reports else set()
     # A norm with two names is requested under one of them.
-    alias = {key: norm_alias(key, promised) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
+    alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
     left = [key for key, other in alias.items() if other is None or other in missing]
     hint = "Megatron builds no such parameter from config.json; if CK104 fails too, it names the key that disagrees"
     yield Issue("requested by at least one rank", "not requested", hint, names=left)
