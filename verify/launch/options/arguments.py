@@ -90,11 +90,9 @@ _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> Arguments:
-    """Parses words as argparse does: the last option overrides earlier ones. Unknown options are ignored.
+    """Parses words as argparse does in Megatron-LM `parse_args`. Later options override earlier ones.
 
-    `settings` are arguments by name that a file sets afterwards, which override the words.
-    Source: Megatron-LM `parse_args`, without abbreviations. Raises CkptkitError for a size that no model or cluster
-    has.
+    `settings` are arguments by name in a file, which override the words. Raises CkptkitError for an impossible size.
     """
     values: dict[str, SettingValue] = {}
     refused: list[RefusedWord] = []

@@ -121,7 +121,7 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
         # A launcher that refuses its options starts no trainer.
         if not any(isinstance(option, Unknown) for option in options):
-            follower.call(follower.state, module, function, options, {}, call)
+            follower.call(follower.state, function, options, {}, call)
         follower.state = state
 
 
@@ -183,7 +183,7 @@ def _launch(script: Path, folders: Sequence[Path], start: _Start) -> LaunchText:
     text = _shell_text([f"{sourced}python3 {name} ", *model_pieces, " ", *arguments], variables, script)
     launch = read_command(text, variables, script, start.line, environment)
     lines = _option_lines([script, *([file] if file else [])])
-    words = tuple(_add_places(launch.words, lines, script, start.line))
+    words = tuple(_add_places(launch.words, lines, (script, start.line)))
     return replace(launch, words=words, environment=dict(_environment(start, script)))
 
 
@@ -256,13 +256,13 @@ def _option_lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
 
 
 def _add_places(
-    words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script: Path, line: int
+    words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], start: tuple[Path, int]
 ) -> Iterator[Word]:
-    """The words at the place of their option."""
-    place = script, line
+    """The words at the place of their option, or at the start of the trainer."""
+    place = start
     for word in words:
         if word.text.startswith("--"):
-            place = lines.get(word.text.partition("=")[0], (script, line))
+            place = lines.get(word.text.partition("=")[0], start)
         yield replace(word, file=place[0], line=place[1])
 
 

@@ -46,7 +46,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
             if not isinstance(function, PythonFunction):
                 return Unknown(path.name, f"{path} has no function {_FUNCTION}")
             call = ast.copy_location(ast.Call(ast.Name(_FUNCTION, ast.Load()), [], []), function.node)
-            value = follower.call(follower.state, module, function, [], named, ast.fix_missing_locations(call))
+            value = follower.call(follower.state, function, [], named, ast.fix_missing_locations(call))
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
         except (SyntaxError, TooMuchError, RecursionError, MemoryError) as error:

@@ -238,9 +238,7 @@ class Config(Settings):
     def model(self, key: str) -> Path | None:
         """The local directory of a model, or None with the reason in `unread`.
 
-        The directory of a name on a hub is its snapshot in the local cache. If that is incomplete, the trainer
-        downloads it, and its contents are unknown here. The directory of the command line overrides that of a
-        setting, with a note.
+        A name on a hub has the directory of a complete snapshot in the local cache. `stand_in` overrides the setting.
         """
         before = len(self.unread)
         path = self._model(key)

@@ -269,8 +269,7 @@ def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:
     """The slime options for `--resource`, to be put before those of the launch, which override them.
 
     The actor's GPUs fill nodes of `--num-gpus-per-node`, unless the launch has the actor's own options. Source: Relax
-    `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09.
-    Raises CkptkitError if the value is not JSON of this form.
+    `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09. Raises CkptkitError.
     """
     options = options_of(words)
     option = last(options, _RESOURCE)

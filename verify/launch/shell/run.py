@@ -20,7 +20,7 @@ from ckptkit.verify.launch.shell.expand import BRACES, evaluate_arithmetic, expa
 from ckptkit.verify.launch.shell.operators import matches
 from ckptkit.verify.launch.shell.parser import parse
 from ckptkit.verify.launch.shell.syntax import Node
-from ckptkit.verify.launch.shell.trainers import inner_script, trainer_start
+from ckptkit.verify.launch.shell.trainers import find_start, inner_script
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Variable, join_texts, merge_shells, unknown_value
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -233,7 +233,7 @@ def _command(shell: Shell, node: syntax.Simple, words: list[ShellValue], variabl
     if name.startswith("-"):
         shell.lost.append((tuple(words), node.line, shell.file))
         return "", None
-    if start := trainer_start(words, shell, variables, node.line):
+    if start := find_start(words, shell, variables, node.line):
         shell.starts.append(start)
         return "", None
     if (text := inner_script(words)) is not None:
