@@ -22,8 +22,7 @@ _CHOICES = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
 }
 _OF_CLUSTER = frozenset({*NUMBERS, *(name for name, _ in GPUS.values())})
-# A launch with one of these describes its model.
-_SIZES = frozenset({"num_layers", "hidden_size"})
+_SIZES = frozenset({"num_layers", "hidden_size"})  # a launch with one of these describes its model
 # Arguments of a model that do not describe it by themselves.
 _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
 

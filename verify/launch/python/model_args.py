@@ -1,7 +1,6 @@
 """Reads the model arguments in a Python file of miles, as `model_args_utils.py NAME` prints them. Runs nothing.
 
-Source: miles `utils/external_utils/model_args_utils.py`: the function `model_args` of `scripts/models/NAME.py` gives
-one text, with keyword arguments where a model is derived from another one.
+Source: miles `utils/external_utils/model_args_utils.py`, which calls `model_args` of `scripts/models/NAME.py`.
 """
 
 from __future__ import annotations

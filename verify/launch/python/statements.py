@@ -137,22 +137,19 @@ class Follower:
         return Class(node.name, fields, methods, modules)
 
     def expressions(self, module: Module) -> Expressions:
-        """An evaluator for expressions of a module."""
         return Expressions(self.state, module, self.call)
 
-    def call(
-        self, state: State, function: Any, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call
-    ) -> Any:
+    def call(self, state: State, function: Any, values: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """The value of a call. An unknown function may change every object among its arguments."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         if name in self.watched:
-            return self.watched[name](state, arguments, named, node)
+            return self.watched[name](state, values, named, node)
         if isinstance(function, Class):
-            return self.create(function, named, arguments)
+            return self.create(function, named, values)
         if isinstance(function, PythonFunction):
-            end, value = self._run(function, arguments, named)
+            end, value = self._run(function, values, named)
             return unknown_expression(node, "it raises an exception") if end == "raise" else value
-        for value in (*arguments, *named.values()):
+        for value in (*values, *named.values()):
             if isinstance(value, Object) and name not in _PURE:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]

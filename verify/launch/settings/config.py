@@ -34,8 +34,7 @@ _NUMBERS: dict[str, Callable[[float, float], float]] = {
     "max": max,
 }
 TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
-# The prefix of a path on another machine.
-_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")  # a path on another machine
 
 
 class UnresolvedError(Exception):

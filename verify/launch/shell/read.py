@@ -117,10 +117,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
 
 
 def _default_config(start: Start) -> Iterator[Word]:
-    """`--config` with the default of a NeMo-RL program, if the launch does not set it.
-
-    The default is in `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
-    """
+    """The default of `--config` in NeMo-RL: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`."""
     program = start.program_file
     if program is None or any(value.text.partition("=")[0] == "--config" for value in start.words):
         return

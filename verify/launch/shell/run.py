@@ -329,7 +329,7 @@ def _calculate(shell: Shell, text: str) -> Result:
 
 
 def _either(shell: Shell, bodies: Sequence[Body], line: int, cause: str = "a condition") -> Flow:
-    """Runs one of these bodies, of which it is not known. Bodies that end the script have no part in the result."""
+    """Runs all bodies, of which an unknown one applies. Bodies that end the script have no part in the result."""
     why = f"it depends on {cause} at {shell.place(line)} that cannot be decided"
     before = len(shell.output or ())
     branches = [shell.branch() for _ in bodies]
@@ -358,7 +358,7 @@ def _either(shell: Shell, bodies: Sequence[Body], line: int, cause: str = "a con
 
 
 def _optionally(shell: Shell, body: Body, line: int, cause: str = "a condition") -> Flow:
-    """Runs a body or not, which is not known."""
+    """Runs a body that may not apply."""
     return _either(shell, [body, lambda _: ""], line, cause)
 
 
