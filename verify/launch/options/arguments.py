@@ -22,8 +22,7 @@ _CHOICES = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
 }
 _OF_CLUSTER = frozenset({*NUMBERS, *(name for name, _ in GPUS.values())})
-# A launch with one of these describes its model.
-_SIZES = frozenset({"num_layers", "hidden_size"})
+_SIZES = frozenset({"num_layers", "hidden_size"})  # a launch with one of these describes its model
 # Arguments of a model that do not describe it by themselves.
 _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
 
@@ -90,11 +89,9 @@ _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> Arguments:
-    """Parses words as argparse does: the last option overrides earlier ones. Unknown options are ignored.
+    """Parses words as argparse does in Megatron-LM `parse_args`. Later options override earlier ones.
 
-    `settings` are arguments by name that a file sets afterwards, which override the words.
-    Source: Megatron-LM `parse_args`, without abbreviations. Raises CkptkitError for a size that no model or cluster
-    has.
+    `settings` are arguments by name in a file, which override the words. Raises CkptkitError for an impossible size.
     """
     values: dict[str, SettingValue] = {}
     refused: list[RefusedWord] = []

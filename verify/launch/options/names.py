@@ -21,7 +21,6 @@ class Names:
 
     @property
     def every(self) -> frozenset[str]:
-        """All names."""
         return self.valued | self.switches
 
 

@@ -116,8 +116,7 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.strip("()").split(","))
 
 
-# The converter of an option's value, or the boolean that a switch sets.
-Kind = Callable[[str], Any] | bool
+Kind = Callable[[str], Any] | bool  # converts an option's value, or is the value of a switch
 _READERS: Mapping[Any, Kind] = {"frequency": _frequency, "sizes": sizes, int: int, float: float, str: str}
 
 
@@ -130,8 +129,7 @@ def _arguments(*, of_run: bool) -> dict[str, tuple[str, Kind]]:
     }
 
 
-# Options of the model, with their argument and kind.
-MODEL: Mapping[str, tuple[str, Kind]] = _arguments(of_run=False)
+MODEL: Mapping[str, tuple[str, Kind]] = _arguments(of_run=False)  # options that describe the model
 # Options that change the results of training, but do not describe the model.
 SWITCHES: Mapping[str, tuple[str, Kind]] = {
     **_arguments(of_run=True),
@@ -165,7 +163,6 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),
 }
-# The GPUs of a job in slime and miles.
 GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
@@ -186,7 +183,6 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
     "--vllm-ep": ("vllm_enable_expert_parallel", True),
     **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
 }
-# All options.
 TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
 # Options for the split of a model over ranks.
 READ = frozenset(option for option, (name, _) in TABLE.items() if name in {*NUMBERS, *FLAGS, STAGES})
@@ -197,8 +193,7 @@ PATHS = frozenset(
         *("--opd-teacher-load", "--opd-teacher-ckpt-step", "--pretrained-checkpoint", "--save"),
     }
 )
-# Options for modules that build a model different from the arguments.
-MODULES = frozenset({"--spec", "--custom-model-provider-path"})
+MODULES = frozenset({"--spec", "--custom-model-provider-path"})  # modules that build a different model
 # An unknown value of one of these makes a report inconclusive; an unknown value in `RUN` skips the rules that need it.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
 # Options without a value: a word after one of them is no value, but may be other options.

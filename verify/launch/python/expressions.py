@@ -28,7 +28,7 @@ from ckptkit.verify.launch.python.values import (
 )
 
 # Calls a function with positional arguments, named arguments, and the syntax of the call.
-Call = Callable[[State, Module, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
+Call = Callable[[State, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
 _SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
 _NOT_KNOWN = "it depends on a value that is not known"
@@ -238,7 +238,7 @@ class Expressions:
             bound = PythonFunction(method.node, method.module, value)
             if any(ast.unparse(decorator).endswith("property") for decorator in method.node.decorator_list):
                 call = ast.copy_location(ast.Call(node, [], []), node)
-                return self.call(self.state, self.module, bound, [], {}, call)
+                return self.call(self.state, bound, [], {}, call)
             return bound
         return _with_source(node, attributes.get(name, MISSING))
 
@@ -331,7 +331,7 @@ class Expressions:
         for value in [self.value(keyword.value) for keyword in node.keywords if not keyword.arg]:
             named |= value if isinstance(value, dict) else {}
         if not isinstance(function, Builtin):
-            return self.call(self.state, self.module, function, arguments, named, node)
+            return self.call(self.state, function, arguments, named, node)
         if function.name == "join" and len(arguments) == 1:
             return self._join(node, function, arguments[0])
         if function.name in _LENIENT:

@@ -65,13 +65,11 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
     """The launch in a launcher with its own `arguments`. Raises CkptkitError if it cannot be read or starts none."""
     starts: list[_Start] = []
 
-    def start(state: State, positional: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
+    def start(state: State, positional: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> None:
         names = ("train_args", "num_gpus_per_node", "megatron_model_type", "train_script")
         variables = dict(state.objects[ENVIRONMENT])
         starts.append(_Start(dict(zip(names, positional, strict=False)) | dict(named), node.lineno, variables))
-        return None
 
-    # Possible folders of the checkout.
     checkouts = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
     folders = [*script.absolute().parents, *checkouts]
     root = next((folder for folder in folders if any((folder / mark).is_file() for mark in _MARKS)), None)
@@ -121,7 +119,7 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
         # A launcher that refuses its options starts no trainer.
         if not any(isinstance(option, Unknown) for option in options):
-            follower.call(follower.state, module, function, options, {}, call)
+            follower.call(follower.state, function, options, {}, call)
         follower.state = state
 
 
@@ -183,7 +181,7 @@ def _launch(script: Path, folders: Sequence[Path], start: _Start) -> LaunchText:
     text = _shell_text([f"{sourced}python3 {name} ", *model_pieces, " ", *arguments], variables, script)
     launch = read_command(text, variables, script, start.line, environment)
     lines = _option_lines([script, *([file] if file else [])])
-    words = tuple(_add_places(launch.words, lines, script, start.line))
+    words = tuple(_locate(launch.words, lines, (script, start.line)))
     return replace(launch, words=words, environment=dict(_environment(start, script)))
 
 
@@ -255,14 +253,12 @@ def _option_lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
     return places
 
 
-def _add_places(
-    words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script: Path, line: int
-) -> Iterator[Word]:
-    """The words at the place of their option."""
-    place = script, line
+def _locate(words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], start: tuple[Path, int]) -> Iterator[Word]:
+    """The words at the place of their option, or at the start of the trainer."""
+    place = start
     for word in words:
         if word.text.startswith("--"):
-            place = lines.get(word.text.partition("=")[0], (script, line))
+            place = lines.get(word.text.partition("=")[0], start)
         yield replace(word, file=place[0], line=place[1])
 
 

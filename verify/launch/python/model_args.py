@@ -1,7 +1,6 @@
 """Reads the model arguments in a Python file of miles, as `model_args_utils.py NAME` prints them. Runs nothing.
 
-Source: miles `utils/external_utils/model_args_utils.py`: the function `model_args` of `scripts/models/NAME.py` gives
-one text, with keyword arguments where a model is derived from another one.
+Source: miles `utils/external_utils/model_args_utils.py`, which calls `model_args` of `scripts/models/NAME.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
             if not isinstance(function, PythonFunction):
                 return Unknown(path.name, f"{path} has no function {_FUNCTION}")
             call = ast.copy_location(ast.Call(ast.Name(_FUNCTION, ast.Load()), [], []), function.node)
-            value = follower.call(follower.state, module, function, [], named, ast.fix_missing_locations(call))
+            value = follower.call(follower.state, function, [], named, ast.fix_missing_locations(call))
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
         except (SyntaxError, TooMuchError, RecursionError, MemoryError) as error:

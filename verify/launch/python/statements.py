@@ -137,28 +137,19 @@ class Follower:
         return Class(node.name, fields, methods, modules)
 
     def expressions(self, module: Module) -> Expressions:
-        """An evaluator for expressions of a module."""
         return Expressions(self.state, module, self.call)
 
-    def call(
-        self,
-        state: State,
-        module: Module,
-        function: Any,
-        arguments: Sequence[Any],
-        named: Mapping[str, Any],
-        node: ast.Call,
-    ) -> Any:
+    def call(self, state: State, function: Any, values: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """The value of a call. An unknown function may change every object among its arguments."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         if name in self.watched:
-            return self.watched[name](state, arguments, named, node)
+            return self.watched[name](state, values, named, node)
         if isinstance(function, Class):
-            return self.create(function, named, arguments)
+            return self.create(function, named, values)
         if isinstance(function, PythonFunction):
-            end, value = self._run(function, arguments, named)
+            end, value = self._run(function, values, named)
             return unknown_expression(node, "it raises an exception") if end == "raise" else value
-        for value in (*arguments, *named.values()):
+        for value in (*values, *named.values()):
             if isinstance(value, Object) and name not in _PURE:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]
@@ -196,7 +187,7 @@ class Follower:
 
     def _run(self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]) -> End:
         bound = [function.bound] if function.bound else []
-        self.state.frames.append(self._parameters(function, [*bound, *arguments], named))
+        self.state.frames.append(self._locals(function, [*bound, *arguments], named))
         self.returned.append([])
         self.state.step()
         if isinstance(function.node, ast.Lambda):
@@ -220,17 +211,14 @@ class Follower:
         self.state.take_over(state)
         return "return", value
 
-    def _parameters(
-        self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _locals(self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         signature = function.node.args
         positional = [*signature.posonlyargs, *signature.args]
         names: dict[str, Any] = {one.arg: MISSING for one in (*positional, *signature.kwonlyargs)}
-        count = len(signature.defaults)
-        defaults = [*zip(positional[len(positional) - count :], signature.defaults, strict=True)]
-        pairs = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
-        defaults += [(parameter, value) for parameter, value in pairs if value]
-        names |= {parameter.arg: self.expressions(function.module).value(value) for parameter, value in defaults}
+        defaults = [*zip(positional[len(positional) - len(signature.defaults) :], signature.defaults, strict=True)]
+        keywords = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+        evaluate = self.expressions(function.module).value
+        names |= {parameter.arg: evaluate(value) for parameter, value in (*defaults, *keywords) if value}
         names |= {parameter.arg: value for parameter, value in zip(positional, arguments, strict=False)}
         if signature.vararg:
             names[signature.vararg.arg] = tuple(arguments[len(positional) :])

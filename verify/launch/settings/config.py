@@ -34,8 +34,7 @@ _NUMBERS: dict[str, Callable[[float, float], float]] = {
     "max": max,
 }
 TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
-# The prefix of a path on another machine.
-_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")  # a path on another machine
 
 
 class UnresolvedError(Exception):
@@ -238,9 +237,7 @@ class Config(Settings):
     def model(self, key: str) -> Path | None:
         """The local directory of a model, or None with the reason in `unread`.
 
-        The directory of a name on a hub is its snapshot in the local cache. If that is incomplete, the trainer
-        downloads it, and its contents are unknown here. The directory of the command line overrides that of a
-        setting, with a note.
+        A name on a hub has the directory of a complete snapshot in the local cache. `stand_in` overrides the setting.
         """
         before = len(self.unread)
         path = self._model(key)

@@ -1,7 +1,6 @@
 """Composes a configuration file with its defaults: Hydra's defaults lists, and NeMo-RL's `defaults: parent.yaml`.
 
-Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A missing file of the list belongs to the installed trainer or
-to another machine; it is reported.
+Source: Hydra's defaults list; NeMo-RL `utils/config.py`. Missing files may belong to the trainer or another machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Hydra overrides on a command line, `a.b=c`, `+a.b=c`, `++a.b=c` and `~a.b`, and the values in them.
 
-Source: Hydra's override grammar, "Basic Override syntax" and "Extended Override syntax". A later override of a key
-replaces an earlier one.
+Source: Hydra's override grammar, "Basic Override syntax" and "Extended Override syntax".
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def is_override(text: str) -> bool:
 def apply_overrides(
     tree: Mapping[str, Tree], words: Iterable[Word], is_group: Callable[[str], bool] = lambda _: False
 ) -> tuple[dict[str, Tree], list[Word]]:
-    """A tree after the overrides among these words, and the overrides that select another file of a group.
+    """A tree after the overrides among these words, in order, and the overrides that select another file of a group.
 
     The latter are `group@key=file`, `group/key=file` and, for a name with `is_group`, `group=file`.
     """

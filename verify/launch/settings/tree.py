@@ -25,16 +25,14 @@ def merge_settings(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[s
     return merged
 
 
-def flat_settings(
-    tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True
-) -> Iterator[tuple[str, Word]]:
+def flat_settings(tree: Tree | Mapping[str, Tree], key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Word]]:
     """Every word with its dotted key; `lists` includes words of lists, with their index."""
     if isinstance(tree, Word):
-        yield prefix, tree
+        yield key, tree
         return
     entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
-    for key, value in entries:
-        yield from flat_settings(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
+    for name, value in entries:
+        yield from flat_settings(value, f"{key}.{name}" if key else str(name), lists=lists)
 
 
 def read_yaml(path: Path) -> dict[str, Tree]:

@@ -16,8 +16,7 @@ from ckptkit.verify.launch.shell.expand import evaluate_arithmetic, resolve_path
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Variable, join_texts, unknown_value
 
 Result = bool | None  # whether a command succeeded, or None if that is unknown
-# Whether the effect of a command is known, and its result.
-Effect = tuple[bool, Result]
+Effect = tuple[bool, Result]  # whether the effect of a command is known, and its result
 Command = Callable[[Shell, list[ShellValue], int], Effect]
 _FORMAT = re.compile(r"%(?:(%)|([sdiq])|(0?\d*[sd]))")
 _MAX_NUMBERS = 4096  # that `seq` writes

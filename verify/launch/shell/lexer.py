@@ -40,15 +40,12 @@ class Lexer:
 
     @property
     def rest(self) -> bool:
-        """Whether any text is left."""
         return self.position < len(self.text)
 
     def peek(self, count: int = 1) -> str:
-        """The next characters."""
         return self.text[self.position : self.position + count]
 
     def take(self, count: int = 1) -> str:
-        """Reads the next characters."""
         taken = self.peek(count)
         self.position += count
         self.line += taken.count("\n")
@@ -78,11 +75,9 @@ class Lexer:
         return len(self.text) if newline < 0 else newline + 1
 
     def at_word(self) -> bool:
-        """Whether a word begins here."""
         return self.rest and (self.peek() not in _BREAKS or self.peek(2) in ("<(", ">("))
 
     def word(self, breaks: frozenset[str] = _BREAKS) -> ShellWord:
-        """The word that begins here."""
         line, parts = self.line, list[Part]()
         while self.rest:
             if self.peek(2) in ("<(", ">(") and not parts:

@@ -117,10 +117,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
 
 
 def _default_config(start: Start) -> Iterator[Word]:
-    """`--config` with the default of a NeMo-RL program, if the launch does not set it.
-
-    The default is in `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
-    """
+    """The default of `--config` in NeMo-RL: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`."""
     program = start.program_file
     if program is None or any(value.text.partition("=")[0] == "--config" for value in start.words):
         return
@@ -269,8 +266,7 @@ def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:
     """The slime options for `--resource`, to be put before those of the launch, which override them.
 
     The actor's GPUs fill nodes of `--num-gpus-per-node`, unless the launch has the actor's own options. Source: Relax
-    `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09.
-    Raises CkptkitError if the value is not JSON of this form.
+    `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09. Raises CkptkitError.
     """
     options = options_of(words)
     option = last(options, _RESOURCE)

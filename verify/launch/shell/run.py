@@ -20,7 +20,7 @@ from ckptkit.verify.launch.shell.expand import BRACES, evaluate_arithmetic, expa
 from ckptkit.verify.launch.shell.operators import matches
 from ckptkit.verify.launch.shell.parser import parse
 from ckptkit.verify.launch.shell.syntax import Node
-from ckptkit.verify.launch.shell.trainers import inner_script, trainer_start
+from ckptkit.verify.launch.shell.trainers import find_start, inner_script
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Variable, join_texts, merge_shells, unknown_value
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -233,7 +233,7 @@ def _command(shell: Shell, node: syntax.Simple, words: list[ShellValue], variabl
     if name.startswith("-"):
         shell.lost.append((tuple(words), node.line, shell.file))
         return "", None
-    if start := trainer_start(words, shell, variables, node.line):
+    if start := find_start(words, shell, variables, node.line):
         shell.starts.append(start)
         return "", None
     if (text := inner_script(words)) is not None:
@@ -329,7 +329,7 @@ def _calculate(shell: Shell, text: str) -> Result:
 
 
 def _either(shell: Shell, bodies: Sequence[Body], line: int, cause: str = "a condition") -> Flow:
-    """Runs one of these bodies, of which it is not known. Bodies that end the script have no part in the result."""
+    """Runs all bodies, of which an unknown one applies. Bodies that end the script have no part in the result."""
     why = f"it depends on {cause} at {shell.place(line)} that cannot be decided"
     before = len(shell.output or ())
     branches = [shell.branch() for _ in bodies]
@@ -358,7 +358,7 @@ def _either(shell: Shell, bodies: Sequence[Body], line: int, cause: str = "a con
 
 
 def _optionally(shell: Shell, body: Body, line: int, cause: str = "a condition") -> Flow:
-    """Runs a body or not, which is not known."""
+    """Runs a body that may not apply."""
     return _either(shell, [body, lambda _: ""], line, cause)
 
 

@@ -37,10 +37,8 @@ _UNKNOWN = "?"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
-def trainer_start(
-    words: Sequence[ShellValue], shell: Shell, variables: Mapping[str, ShellValue], line: int
-) -> Start | None:
-    """The start of a trainer by these words, or None if they start none. `variables` are assigned before them."""
+def find_start(words: Sequence[ShellValue], shell: Shell, exports: Mapping[str, ShellValue], line: int) -> Start | None:
+    """The start of a trainer by these words, or None if they start none. `exports` are assigned before them."""
     at = _trainer_index(words)
     if at is None:
         return None
@@ -48,7 +46,7 @@ def trainer_start(
     for word in before:
         if match := _ASSIGNMENT.fullmatch(word.text):
             environment[match[1]] = replace(word, text=match[2])
-    environment |= variables
+    environment |= exports
     return Start(tuple(words[at + 1 :]), before, environment, line, shell.file, shell.directory, words[at].text)
 
 

@@ -158,7 +158,6 @@ class Shell:
         return f"{self.file}:{line}" if self.file else f"line {line}"
 
     def report(self, line: int, message: str) -> None:
-        """Adds a line to `unresolved`."""
         self.unresolved[f"{self.place(line)}: {message}"] = None
 
     def assign(self, name: str, value: ShellValue) -> None:
@@ -172,7 +171,6 @@ class Shell:
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
     def assign_array(self, name: str, values: tuple[ShellValue, ...]) -> None:
-        """Sets an array."""
         if len(values) > MAX_WORDS:
             raise TooMuchError(f"${name} has more than {MAX_WORDS} words")
         if name in self.special:
