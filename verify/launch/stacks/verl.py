@@ -257,7 +257,7 @@ def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron:
     name = "dist_ckpt" if settings.switch(key) else "huggingface"
     is_nested, is_hf = (root / "model").is_dir(), name == "huggingface"
     path = root / "model" / name if is_nested else root / name
-    layout = "" if is_nested else " (in an old layout, which verl of 2026 tells to migrate)"
+    layout = "" if is_nested else " (in an old layout; verl of 2026 recommends a migration)"
     if (path / ("config.json" if is_hf else ".metadata")).exists():
         return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{layout}", side.issues)
     actual = "no such directory" if not path.exists() else "no checkpoint in it"
