@@ -136,11 +136,9 @@ class Loaded:
         return routers(self.config, draft=self.target is not None)
 
     def holds(self, pieces: Collection[Piece], tensor: Tensor) -> bool:
-        """Whether a tensor has pieces and all of them hold its bits."""
         return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
     def is_covered(self, name: str, tensor: Tensor) -> bool:
-        """Whether the model holds an unwritten tensor's values all the same."""
         return self.is_shared(name, tensor) or self.is_repeated(name, tensor)
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
@@ -301,7 +299,6 @@ class Loaded:
 
     @cached_property
     def in_padding(self) -> Mapping[str, Region]:
-        """The padding of tensors that were written without it."""
         found: dict[str, Region] = {}
         for name, op in self.padded.items():
             parts = self.placement.parts(name) if name in self.placement.pieces else []

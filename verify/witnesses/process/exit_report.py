@@ -59,8 +59,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The last phase of a witness, its exception, if any, and whether that is a verdict."""
-
     phase: str
     message: str = ""
     verdict: bool = False
@@ -70,7 +68,6 @@ class ExitReport:
 
 
 def exit_report_path(report: Path) -> Path:
-    """The file next to `report` with the exit report of its witness."""
     return report.with_suffix(".ending")
 
 

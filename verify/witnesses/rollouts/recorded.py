@@ -64,7 +64,6 @@ class Recording:
 
     @property
     def sides(self) -> Sequence[str]:
-        """The keys of SIDES for which any sample has log-probabilities."""
         return [side for side in SIDES if any(side in one.log_probs for one in self.samples)]
 
     @property

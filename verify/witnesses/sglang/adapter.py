@@ -229,7 +229,6 @@ def _call(function: Callable[..., Any], **offered: Any) -> Any:
 
 
 def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> None:
-    """Starts SGLang's process groups, through a file; once a process."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
     if torch.distributed.is_initialized():

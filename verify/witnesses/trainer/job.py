@@ -17,8 +17,6 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """The words of a launch, the program's name first, and the places of its trainer."""
-
     trainers: Sequence[str]  # packages; the first that is found parses
     words: Sequence[str]
     folders: Sequence[str]  # absolute directories at the start of the import path
