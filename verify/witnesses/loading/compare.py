@@ -250,7 +250,7 @@ class Loaded:
         }
         for param, mask in masks.items():
             count = int(mask.sum())
-            # Tensors whose module is next to the parameter's, or in it; otherwise all of them.
+            # Tensors of a module next to the parameter's, or in it; otherwise all of them.
             parent = param.split(".")[-3:-2]
             absent = {name: size for name, size in without_place.items() if name.split(".")[-3:-2] == parent}
             absent = absent or without_place

@@ -49,7 +49,7 @@ _INFRASTRUCTURE = (
 
 @dataclass(frozen=True)
 class Phase:
-    """A step of a witness, and the modules, by name, whose exceptions in it are about the checkpoint."""
+    """A step of a witness, and the modules, by name, with exceptions about the checkpoint."""
 
     name: str
     code_under_test: tuple[str, ...] = ()  # exceptions of these are verdicts

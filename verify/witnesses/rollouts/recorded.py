@@ -93,7 +93,7 @@ def _rows(content: Mapping[Any, Any], path: Path) -> Sequence[Mapping[str, Any]]
         raise CkptkitError(f"{path} has no list of samples", _SAME)
     if (ranks := content.get("cp_size", 1)) != 1:
         message = f"{path} holds a part of each response only: the trainer has {ranks} context parallel ranks"
-        raise CkptkitError(message, "take what --save-debug-rollout-data wrote")
+        raise CkptkitError(message, "use a file of --save-debug-rollout-data")
     complete = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
     return [{key: column[index] for key, column in complete.items()} for index in range(len(lengths))]
 
