@@ -64,7 +64,6 @@ class Piece:
 
     @property
     def fills_its_place(self) -> bool:
-        """Whether every element of `into` comes from this tensor."""
         return self.surviving is None and (self.numbers is None or bool((self.numbers >= 0).all()))
 
     @cached_property

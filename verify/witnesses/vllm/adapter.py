@@ -215,7 +215,7 @@ def _block(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _fp8_layout(module: nn.Module, method: Any) -> layouts.Layout:
-    """FP8 of a Linear layer in blocks: unchanged except for its scales, or in Marlin's layout, by running its kernel."""
+    """FP8 of a Linear layer in blocks: unchanged except for its scales, or compared by Marlin's kernel."""
     block, kernel = _block(module), type(method.fp8_linear).__name__
     if block is None:
         return layouts.unknown_layout(kernel)
