@@ -204,9 +204,8 @@ def _packed_layout(module: nn.Module, kernel: Any) -> layouts.Layout:
     ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
     if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
         return layouts.unknown_layout(name)
-    return (
-        marlin(bias=True) if name == "MarlinLinearKernel" else layouts.products(partial(_run, module), config.act_type)
-    )
+    is_marlin = name == "MarlinLinearKernel"
+    return marlin(bias=True) if is_marlin else layouts.products(partial(_run, module), config.act_type)
 
 
 def _block(module: nn.Module) -> tuple[int, int] | None:
