@@ -86,7 +86,8 @@ class Loaded:
         """Parameters that were computed only from this tensor by a known formula, and whether their values are right.
 
         Covers `A_log` of a Mamba mixer, A = -exp(A_log), with the tolerance of one exponential on another device.
-        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM `mamba_mixer2.py` there.
+        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM
+        `layers/mamba/mamba_mixer2.py`.
         """
         if not name.endswith((".mixer.A_log", ".mamba.A_log")):
             return
