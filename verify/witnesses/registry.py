@@ -8,7 +8,7 @@ from ckptkit.verify.witnesses.loading.engine import EngineFacts
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 
-ENGINES = (SGLANG, VLLM)  # whose loading is checked; to add one, see docs/architecture.md
+ENGINES = (SGLANG, VLLM)  # to add one, see docs/architecture.md
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,6 @@ def run_ranks(
 
 
 def _blamed(root: Path, ranks: Iterable[int]) -> dict[int, str]:
-    """The messages of those ranks that failed by themselves."""
     messages = {rank: exit_report_of(root / f"report-{rank}.json").message for rank in ranks}
     return failure_messages({rank: message or tail_of_log(root / f"log-{rank}") for rank, message in messages.items()})
 

@@ -15,8 +15,6 @@ DRAFT = "draft."  # prefix of the names of a draft model's tensors, as in SGLang
 
 @dataclass(frozen=True)
 class EngineJob:
-    """Serve an HF directory with an engine."""
-
     checkpoint: str
     prompts: Ids  # token ids to answer
     report: str = ""  # read-backs are written to the same directory
@@ -28,7 +26,6 @@ class EngineJob:
 
     @property
     def reloads(self) -> bool:
-        """Whether weights are loaded a second time."""
         return self.update or self.release_resume
 
 

@@ -25,7 +25,7 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 
 
 def run(job: EngineJob, phases: PhaseLog) -> None:
-    """Starts the engine and runs the job; saves the report after each step. Raises whatever the engine raises."""
+    """Starts the engine and runs the job; saves the report after each step. Raises the engine's exceptions."""
     phases.enter(Phase("starting the engine"))
     adapter: LiveAdapter = import_module(job.adapter)
     server = adapter.serve(job, HfCheckpoint(job.checkpoint))

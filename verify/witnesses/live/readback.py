@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ckptkit.storage.buffers import bytes_of
 from ckptkit.verify.witnesses.loading.bits import poison
 
-_CACHES = ("kv_cache",)  # attributes that requests change
-
 
 def fill(model: nn.Module, has_default: Callable[[str], bool]) -> None:
     """Poisons every parameter: resumed memory may hold its former values, and hide tensors without an update."""
@@ -24,7 +22,7 @@ def describe_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
     described: dict[str, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
         for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name not in _CACHES:
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name != "kv_cache":  # requests change it
                 values = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
                 digest = f"{tensor.dtype} {list(tensor.shape)} {blake3(bytes_of(values)).hexdigest()}"
                 described[f"{prefix}.{name}".lstrip(".")] = digest, tensor.nbytes

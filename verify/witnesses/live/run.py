@@ -29,8 +29,6 @@ _PASSES = 8  # over the weights, at most
 
 @dataclass(frozen=True)
 class EngineRun:
-    """The prompts of a live engine and its report."""
-
     report: EngineReport | None  # may be incomplete
     prompts: Ids = ()
     failed: ExitReport | str | None = None  # the reason why the report is missing or incomplete

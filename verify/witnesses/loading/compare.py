@@ -86,7 +86,8 @@ class Loaded:
         """Parameters that were computed only from this tensor by a known formula, and whether their values are right.
 
         Covers `A_log` of a Mamba mixer, A = -exp(A_log), with the tolerance of one exponential on another device.
-        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM `mamba_mixer2.py` there.
+        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM
+        `layers/mamba/mamba_mixer2.py`.
         """
         if not name.endswith((".mixer.A_log", ".mamba.A_log")):
             return
@@ -136,11 +137,9 @@ class Loaded:
         return routers(self.config, draft=self.target is not None)
 
     def holds(self, pieces: Collection[Piece], tensor: Tensor) -> bool:
-        """Whether a tensor has pieces and all of them hold its bits."""
         return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
     def is_covered(self, name: str, tensor: Tensor) -> bool:
-        """Whether the model holds an unwritten tensor's values all the same."""
         return self.is_shared(name, tensor) or self.is_repeated(name, tensor)
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
@@ -252,7 +251,7 @@ class Loaded:
         }
         for param, mask in masks.items():
             count = int(mask.sum())
-            # Tensors whose module is next to the parameter's, or in it; otherwise all of them.
+            # Tensors of a module next to the parameter's, or in it; otherwise all of them.
             parent = param.split(".")[-3:-2]
             absent = {name: size for name, size in without_place.items() if name.split(".")[-3:-2] == parent}
             absent = absent or without_place
@@ -301,7 +300,6 @@ class Loaded:
 
     @cached_property
     def in_padding(self) -> Mapping[str, Region]:
-        """The padding of tensors that were written without it."""
         found: dict[str, Region] = {}
         for name, op in self.padded.items():
             parts = self.placement.parts(name) if name in self.placement.pieces else []

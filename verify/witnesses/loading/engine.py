@@ -35,7 +35,7 @@ class EngineFacts:
     adapter: str  # the module that is its `Engine`
     sizes: str  # its possible parallel sizes
     server: str  # the command that serves a model
-    on_cpu: str  # what `ckptkit doctor` reports as not checked without a GPU
+    on_cpu: str  # the report of `ckptkit doctor` without a GPU
     hidden: tuple[str, ...] = ()  # environment variables removed for its witness
     stages: bool = False  # has pipeline stages
     attention_whole: bool = False  # each rank can hold all attention heads

@@ -94,12 +94,10 @@ class LoadReport:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors that were compared."""
         return len(self.equal.keys() | {seen.tensor for seen in self.differing})
 
     @property
     def bytes(self) -> int:
-        """The size of the tensors with equal bits."""
         return sum(self.equal.values())
 
     @staticmethod

@@ -75,7 +75,6 @@ def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
 
 
 def padded_names(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
-    """The tensors padded with zeros, for which engines need not have space."""
     ops = ((rule.mapping.op, rule.hf) for rule in rules_of(config))
     return {name: op for op, names in ops if isinstance(op, ZeroPadded) for name in names}
 

@@ -64,7 +64,6 @@ class Piece:
 
     @property
     def fills_its_place(self) -> bool:
-        """Whether every element of `into` comes from this tensor."""
         return self.surviving is None and (self.numbers is None or bool((self.numbers >= 0).all()))
 
     @cached_property
@@ -125,7 +124,7 @@ class Placement:
         return single
 
     def predicted(self, name: str) -> tuple[str, Region] | None:
-        """The place of a missing tensor, extrapolated from tensors whose names differ only in numbers, or None."""
+        """The place of a missing tensor, extrapolated from tensors with the same name except for numbers, or None."""
         if not (similar := self._by_pattern.get(_NUMBER.sub("#", name))):
             return None
         target = _numbers(name)

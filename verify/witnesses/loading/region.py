@@ -38,16 +38,13 @@ def covered(count: int, regions: Iterable[Region]) -> int:
     import torch
 
     # The greatest common divisor of all offsets and lengths counts as one element.
-    runs = [_in_runs(region) for region in regions]
+    runs = []
+    for region in regions:
+        steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
+        runs.append((region.offset, steps.pop(1, 1), steps))  # offset, length of contiguous runs, their number by step
     step = gcd(count, *(number for offset, length, steps in runs for number in (offset, length, *steps)))
     seen = torch.zeros(count // max(step, 1), dtype=torch.bool)
     for offset, length, steps in runs:
         strides = tuple(one // step for one in steps)
         Region(offset // step, (*steps.values(), length // step), (*strides, 1)).of(seen).fill_(True)
     return int(seen.sum()) * step
-
-
-def _in_runs(region: Region) -> tuple[int, int, dict[int, int]]:
-    """A region's offset, the length of its contiguous runs, and the number of runs by their step."""
-    steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
-    return region.offset, steps.pop(1, 1), steps

@@ -50,7 +50,6 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> Answer[LoadReport]:
-    """One load, with additional environment variables in its processes."""
     source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
     if source is not None and is_quantized(read_config(source)):
         source = None

@@ -41,8 +41,6 @@ class RankJob:
 
 @dataclass(frozen=True)
 class TensorSeen:
-    """One parameter or persistent buffer of a rank, compared with its expected slice."""
-
     local: str
     name: str
     verdict: Verdict

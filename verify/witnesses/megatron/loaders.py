@@ -136,8 +136,8 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
 def load_as_trainer(chunks: Sequence[Any], args: Namespace, reader: WatchedLoad) -> list[str]:
     """Loads this rank's chunks with `load_checkpoint`; returns the names that `load_state_dict` refused.
 
-    Megatron-LM repeats a strict load that failed, without strictness. Raises whatever Megatron-LM raises, such as
-    AssertionError for stored arguments that differ from its own.
+    Megatron-LM repeats a strict load that failed, without strictness. Raises its exceptions, such as AssertionError for
+    stored arguments that differ from its own.
     """
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine

@@ -239,7 +239,6 @@ def _mtp_spec(
 def _gpt_model(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Callable[..., Chunk]:
-    """GPTModel with its own arguments."""
     spec = _standard_spec(get_gpt_decoder_block_spec, config, build, vp_stage=stage)
     spec = _adapted(dims, config, build, spec, get_transformer_layer_offset(config, vp_stage=stage))
     return partial(

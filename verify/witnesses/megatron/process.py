@@ -118,7 +118,7 @@ def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, 
 
 
 def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
-    """Runs one rank and returns its report. Raises whatever Megatron raises."""
+    """Runs one rank and returns its report. Raises Megatron's exceptions."""
     enter(OPEN)
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
     config = adapt_config(checkpoint.config, checkpoint.specs)

@@ -37,16 +37,12 @@ _TOGETHER = 8  # the largest process group that is started
 _PROCESS = 700 << 20  # bytes of a rank in addition to weights: torch, Megatron and their buffers
 _COPIES = 2  # of a rank's weights, while Megatron joins gate and up
 # Options that Megatron-LM refuses together with a layer pattern.
-_NOT_OF_HYBRID = (
-    *("--pipeline-layout", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-)
+_REFUSED = ("--pipeline-layout", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """The outcome of one launch."""
-
     sizes: ParallelSizes
     device: str
     reports: Sequence[RankReport]
@@ -72,7 +68,7 @@ def sizes_of(subject: Subject) -> ParallelSizes:
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
     given = subject.options.megatron
-    refused = [option for option in given.given() if option in _NOT_OF_HYBRID]
+    refused = [option for option in given.given() if option in _REFUSED]
     if refused and subject.megatron_files.hybrid:
         raise UsageError(
             f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
@@ -216,8 +212,6 @@ def _check_release(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """Megatron's answers in a layout, and transformers' answers to the same prompts."""
-
     version: str
     sizes: ParallelSizes
     device: str

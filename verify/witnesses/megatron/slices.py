@@ -118,7 +118,7 @@ def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at:
 
 
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
-    """The rows of `local` that differ from its slice of `whole`, and the source of their values where it is known."""
+    """The rows of `local` that differ from its slice of the global tensor, and the source of their values if known."""
     expected, held = expected_slice(rule, whole, local, at)
     if expected.shape != held.shape:
         return f"shape {list(held.shape)}, not {list(expected.shape)}"

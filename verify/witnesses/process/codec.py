@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, Any)
+_hints = cache(get_type_hints)
 
 
 def save(value: Any, path: Path) -> None:
@@ -51,8 +52,3 @@ def decoded(kind: Any, value: Any) -> Any:
     if origin is Mapping and arguments[1] not in _PLAIN:
         return {name: decoded(arguments[1], one) for name, one in value.items()}
     return value
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)

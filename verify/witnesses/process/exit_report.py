@@ -49,7 +49,7 @@ _INFRASTRUCTURE = (
 
 @dataclass(frozen=True)
 class Phase:
-    """A step of a witness, and the modules, by name, whose exceptions in it are about the checkpoint."""
+    """A step of a witness, and the modules, by name, with exceptions about the checkpoint."""
 
     name: str
     code_under_test: tuple[str, ...] = ()  # exceptions of these are verdicts
@@ -59,8 +59,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The last phase of a witness, its exception, if any, and whether that is a verdict."""
-
     phase: str
     message: str = ""
     verdict: bool = False
@@ -70,7 +68,6 @@ class ExitReport:
 
 
 def exit_report_path(report: Path) -> Path:
-    """The file next to `report` with the exit report of its witness."""
     return report.with_suffix(".ending")
 
 

@@ -42,7 +42,6 @@ class Interpreter:
 
     @property
     def is_external(self) -> bool:
-        """Whether it has packages of its own."""
         return self.path != sys.executable
 
     def environment(self, scratch: Path) -> dict[str, str]:

@@ -108,7 +108,6 @@ def exceeds_memory(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> 
 
 
 def session_members(processes: Iterable[subprocess.Popen[bytes]]) -> list[int]:
-    """The processes in the sessions that these lead."""
     sessions = {process.pid for process in processes}
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):

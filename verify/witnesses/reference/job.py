@@ -73,8 +73,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class NamesJob:
-    """Find the tensors that transformers' class misses, does not know, or has in another shape."""
-
     config: Mapping[str, Any]  # config.json, without a quantization_config
     tensors: Sequence[TensorSpec]
     report: str = ""

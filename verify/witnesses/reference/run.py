@@ -26,7 +26,7 @@ _PASSES = 8  # over the weights, at most
 _OPERATIONS_A_SECOND = 2e10  # slower than any usable processor
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
 _SHORT_PROMPTS = 8
-_WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
+_WITH_ROOM = 1.2  # of a model's size, for activations and loading
 
 
 def run_reference(subject: Subject, job: ReferenceJob) -> Reference:

@@ -64,7 +64,6 @@ class Recording:
 
     @property
     def sides(self) -> Sequence[str]:
-        """The keys of SIDES for which any sample has log-probabilities."""
         return [side for side in SIDES if any(side in one.log_probs for one in self.samples)]
 
     @property
@@ -94,7 +93,7 @@ def _rows(content: Mapping[Any, Any], path: Path) -> Sequence[Mapping[str, Any]]
         raise CkptkitError(f"{path} has no list of samples", _SAME)
     if (ranks := content.get("cp_size", 1)) != 1:
         message = f"{path} holds a part of each response only: the trainer has {ranks} context parallel ranks"
-        raise CkptkitError(message, "take what --save-debug-rollout-data wrote")
+        raise CkptkitError(message, "use a file of --save-debug-rollout-data")
     complete = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
     return [{key: column[index] for key, column in complete.items()} for index in range(len(lengths))]
 

@@ -23,8 +23,6 @@ Recomputed: TypeAlias = tuple[RecordedSample, Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """Samples whose prompts the tokenizer of an HF directory renders."""
-
     home: Path
     samples: Sequence[RecordedSample]
     report: str = ""
@@ -32,8 +30,6 @@ class RolloutJob:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A prompt as the tokenizer renders it, compared with its recorded tokens."""
-
     index: int
     different: str = ""  # "TOKEN (id) at token N, recorded TOKEN (id) after TEXT"; empty if all tokens are equal
     assumed: str = ""  # an option that the file does not record and that renders equal tokens

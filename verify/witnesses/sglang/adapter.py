@@ -54,7 +54,7 @@ REPACK = Phase("repacking the weights", ("sglang.srt.layers",), infrastructure=_
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
 _ONE_EACH = "Step3p5MTP"  # needs the number of its layer, which SGLang's workers for several draft models pass
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
-_MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
+_MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes with Marlin's kernel
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
@@ -229,7 +229,6 @@ def _call(function: Callable[..., Any], **offered: Any) -> Any:
 
 
 def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> None:
-    """Starts SGLang's process groups, through a file; once a process."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
     if torch.distributed.is_initialized():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEGATRON = "megatron"
-# Trainers whose program itself is run, and the programs that are known to begin by their configuration.
+# Trainers without a parser of their own, and programs that are known to begin by reading their configuration.
 PROGRAMS = {
     "verl": re.compile(r"verl\.trainer\.main_ppo|(?:.*/)?main_ppo\.py"),
     "nemo_rl": re.compile(r"(?:.*/)?run_\w+\.py"),
@@ -17,8 +17,6 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """The words of a launch, the program's name first, and the places of its trainer."""
-
     trainers: Sequence[str]  # packages; the first that is found parses
     words: Sequence[str]
     folders: Sequence[str]  # absolute directories at the start of the import path

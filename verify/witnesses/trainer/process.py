@@ -50,8 +50,6 @@ _OF_THE_MACHINE = re.compile(
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Imports empty packages in place of missing ones."""
-
     def __init__(self) -> None:
         self.names = sorted(name for name in (*_NOT_NEEDED, _ROUTER) if find_spec(name) is None)
 
@@ -161,7 +159,6 @@ def _module_of(trainer: str) -> str:
 
 
 def _program_file(program: str) -> str:
-    """The file of a program or module. Raises CkptkitError if it is missing."""
     spec = None if program.endswith(".py") else find_spec(program)
     file = os.path.abspath(program if spec is None else spec.origin or "")
     if not os.path.isfile(file):

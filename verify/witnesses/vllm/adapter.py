@@ -204,9 +204,8 @@ def _packed_layout(module: nn.Module, kernel: Any) -> layouts.Layout:
     ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
     if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
         return layouts.unknown_layout(name)
-    return (
-        marlin(bias=True) if name == "MarlinLinearKernel" else layouts.products(partial(_run, module), config.act_type)
-    )
+    is_marlin = name == "MarlinLinearKernel"
+    return marlin(bias=True) if is_marlin else layouts.products(partial(_run, module), config.act_type)
 
 
 def _block(module: nn.Module) -> tuple[int, int] | None:
@@ -215,7 +214,7 @@ def _block(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _fp8_layout(module: nn.Module, method: Any) -> layouts.Layout:
-    """FP8 of a Linear layer in blocks: unchanged except for its scales, or in Marlin's layout, whose kernel is run."""
+    """FP8 of a Linear layer in blocks: unchanged except for its scales, or compared by Marlin's kernel."""
     block, kernel = _block(module), type(method.fp8_linear).__name__
     if block is None:
         return layouts.unknown_layout(kernel)

@@ -125,7 +125,7 @@ def _load_driver(scratch: Path) -> None:
 
 
 def library(name: str, functions: Sequence[str], machine: int, code: bytes) -> bytes:
-    """A shared library whose functions all run `code`: one page of code, and one with the dynamic section."""
+    """A shared library with functions that all run `code`: one page of code, and one with the dynamic section."""
     strings = b"\0" + b"".join(one.encode() + b"\0" for one in (name, *functions))
     offsets = {one: strings.index(b"\0" + one.encode() + b"\0") + 1 for one in (name, *functions)}
     count = len(functions) + 1

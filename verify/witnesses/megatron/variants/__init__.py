@@ -49,6 +49,4 @@ def _adapt_yarn(
 GPT_OSS = Variant(settings=_gpt_oss_settings, adapt=_adapt_yarn)
 # Megatron-Bridge's provider (`models/gemma/gemma3_provider.py`) adds other settings too, without parameters.
 GEMMA3 = Variant(settings=lambda dims: {"gated_linear_unit": True} if dims.activation == "gelu_pytorch_tanh" else {})
-VARIANTS: tuple[Variant, ...] = (
-    *(FULL_QK_NORM, MLA, GATED_DELTA_NET, MAMBA, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS),
-)
+VARIANTS = (FULL_QK_NORM, MLA, GATED_DELTA_NET, MAMBA, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS)

@@ -123,8 +123,6 @@ class QueryNorm(NormOverHeads):
 
 
 class KeyNorm(NormOverHeads):
-    """The norm of the keys."""
-
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_query_groups, hidden_size, eps)
 

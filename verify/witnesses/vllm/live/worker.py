@@ -42,8 +42,6 @@ layerwise.materialize_layer = _materialize_poisoned
 
 
 class LiveWorker:
-    """Methods for `collective_rpc`."""
-
     model_runner: Any
     model_config: Any
     vllm_config: Any
