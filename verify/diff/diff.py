@@ -173,10 +173,7 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
-    """The name in B with the bits of each moved tensor of A; constant tensors do not count.
-
-    A differing tensor may have moved to any other name of B, a tensor that B lacks only to a name that A lacks.
-    """
+    """The name in B with the bits of each moved tensor of A, without constant tensors."""
     by_content = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
     moved: dict[str, str] = {}
     used: set[str] = set()

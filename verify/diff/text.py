@@ -11,6 +11,13 @@ from ckptkit.verify.diff.result import Diff, Kind, Pair
 from ckptkit.verify.evidence.folding import by_key
 
 _SHOWN = 20  # lines of a kind of difference
+_WORDS = {
+    **{state: state for state in ("equal", "cast", "moved", "differing")},
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "redundant": "redundant",
+    "unread": "compared by name and shape only",
+}
 
 
 def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
@@ -42,15 +49,6 @@ def _entries(found: Diff) -> Iterator[Entry]:
         yield from (Entry(kind, severity, "", line) for line in body[:_SHOWN])
         if len(body) > _SHOWN:
             yield Entry(kind, severity, "", f"and {len(body) - _SHOWN} lines more, all of them in --json")
-
-
-_WORDS = {
-    **{state: state for state in ("equal", "cast", "moved", "differing")},
-    "only_a": "only in A",
-    "only_b": "only in B",
-    "redundant": "redundant",
-    "unread": "compared by name and shape only",
-}
 
 
 def verdict(found: Diff) -> str:

@@ -45,10 +45,7 @@ class BothSides:
     _readers: list[tuple[FileReader, FileReader]] = field(default_factory=list)  # not in use by a thread
 
     def read(self, names: Sequence[str], unreadable: dict[str, str] | None = None) -> Iterator[TensorPair]:
-        """Yields a pair for each of these names, which are read together.
-
-        Unreadable tensors of `a` go into `unreadable` with the reason; else raises CkptkitError.
-        """
+        """Yields a pair for each name. Raises CkptkitError, or names unreadable tensors of `a` in `unreadable`."""
         try:
             readers = self._readers.pop()
         except IndexError:

@@ -309,14 +309,11 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
 
 
 def scale_off(scale: Tensor, largest: Tensor, dtype: torch.dtype, grid: str) -> float:
-    """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it.
-
-    `largest`: the largest weight of each group, of a source in `dtype`. CK304 reports scales that are not positive.
-    """
+    """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it."""
     import torch
 
     expected = largest / _END_CODE[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(dtype).eps)
-    counted = (expected > _MIN_SCALE) & scale.isfinite() & (scale > 0)
+    counted = (expected > _MIN_SCALE) & scale.isfinite() & (scale > 0)  # CK304 reports other scales
     worst = _largest(((scale.float() - expected).abs() / expected)[counted])
     return worst if worst > allowed else 0.0

@@ -33,6 +33,30 @@ from ckptkit.verify.reports.text import (
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings of a cause
+_CODE = re.compile(r"CK\d{3}")
+_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
+_OPTIONS["engine"] = "verify --engine"  # preflight has no such option
+_SHOWN_S = 0.1
+_ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
+_ORDER.insert(_ORDER.index("values") + 1, "quantization")
+# Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
+_STEPS = (0.55, 1.0, 2.0, 4.0)
+_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
+_SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
+_MEANINGS = {
+    "failed": "wrong",
+    "warning": "a warning names it",
+    "equal": "equal to the source, bit for bit",
+    "near": "rounded as its format wants",
+    "read": "read, with nothing to compare with",
+    "shade": "differs, the darker the more",
+    "empty": "not there, or not looked at",
+}
+_WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
+_ROWS = 60  # kinds of tensors that are shown, the worst first
+_TICKS = 10
+_EXPERTS_PX = (72, 220)  # minimum and maximum height of the picture of experts
+Cells = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -118,14 +142,6 @@ def _hash(content: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
-_CODE = re.compile(r"CK\d{3}")
-_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
-_OPTIONS["engine"] = "verify --engine"  # preflight has no such option
-_SHOWN_S = 0.1
-_ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
-_ORDER.insert(_ORDER.index("values") + 1, "quantization")
-
-
 @dataclass(frozen=True)
 class Stage:
     """One box of the page."""
@@ -180,27 +196,6 @@ def _outcomes(checks: Sequence[CheckResult], findings: Sequence[Finding], report
     if warnings:
         yield "warning", f"! {warnings} warning{'s' * (warnings > 1)}"
     yield "passed", "✓ passed"
-
-
-# Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
-_STEPS = (0.55, 1.0, 2.0, 4.0)
-_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
-_SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
-_MEANINGS = {
-    "failed": "wrong",
-    "warning": "a warning names it",
-    "equal": "equal to the source, bit for bit",
-    "near": "rounded as its format wants",
-    "read": "read, with nothing to compare with",
-    "shade": "differs, the darker the more",
-    "empty": "not there, or not looked at",
-}
-_WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
-_ROWS = 60  # kinds of tensors that are shown, the worst first
-_TICKS = 10
-_EXPERTS_PX = (72, 220)  # minimum and maximum height of the picture of experts
-
-Cells = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

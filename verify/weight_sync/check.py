@@ -1,8 +1,4 @@
-"""Compares the tensors of a weight update with the checksums of the engines that received it.
-
-The weight checkers of SGLang and vLLM return a checksum of each parameter on each rank. Parameters are fused and cut;
-the same checksums are computed here from the sent tensors, with the engine's own function.
-"""
+"""Compares the tensors of a weight update with the checksums that the engines' weight checkers return."""
 
 from __future__ import annotations
 
@@ -144,10 +140,7 @@ class WeightSyncCheck:
         return result
 
     def after_resume(self) -> int:
-        """Compares every engine with its last check after a resume, and returns the number of parameters.
-
-        Raises CkptkitError naming changed ones, or without an earlier check.
-        """
+        """Compares engines with the last check, after a resume, and counts parameters. Raises CkptkitError."""
         if not self._history.held:
             raise CkptkitError("no earlier check of these engines is known", "call after_update first")
         with self._timed():

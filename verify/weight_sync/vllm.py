@@ -35,6 +35,9 @@ _LAYOUT = {
     "kernel_config": ("moe_backend",),
 }
 _NEVER_SET = "default"  # vLLM's weight version until a trainer sets one
+_CHUNK = 1 << 22  # words: intermediate results of 32 MiB fit into a GPU's cache
+# The golden ratio's bits and the factors of splitmix64: odd, so that a product modulo 2^64 is invertible.
+_PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def vllm_digest(tensor: Tensor) -> str:
@@ -43,11 +46,6 @@ def vllm_digest(tensor: Tensor) -> str:
 
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy()).hexdigest()  # type: ignore[arg-type]
-
-
-_CHUNK = 1 << 22  # words: intermediate results of 32 MiB fit into a GPU's cache
-# The golden ratio's bits and the factors of splitmix64: odd, so that a product modulo 2^64 is invertible.
-_PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def device_digest(tensor: Tensor) -> str:

@@ -1,7 +1,4 @@
-"""Encodes and decodes texts by two tokenizers with the installed `tokenizers` and transformers.
-
-As a program, `python -m ckptkit.verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint runs.
-"""
+"""Encodes and decodes texts with tokenizers and transformers, as a program; no code of a checkpoint runs."""
 
 from __future__ import annotations
 
