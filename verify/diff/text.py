@@ -39,12 +39,13 @@ def _entries(found: Diff) -> Iterator[Entry]:
         ("files", list(found.files)),
         ("moved", [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]),
         ("differing", [_kind(kind) for kind in found.kinds]),
-        ("only in A", _names(found.only_a)),
-        ("only in B", _names(found.only_b)),
+        ("only in A", [_folded([pair.name for pair in found.only_a])]),
+        ("only in B", [_folded([pair.name for pair in found.only_b])]),
         ("cast", _dtypes(found.cast)),
         ("dtype", _dtypes(found.other_dtypes)),
-        ("redundant", [_folded(found.redundant)] if found.redundant else []),
+        ("redundant", [_folded(found.redundant)]),
     ):
+        body = list(filter(None, body))
         severity = "note" if kind == "redundant" or (kind in ("cast", "dtype") and not found.exact) else "error"
         yield from (Entry(kind, severity, "", line) for line in body[:_SHOWN])
         if len(body) > _SHOWN:
@@ -93,7 +94,3 @@ def _dtypes(pairs: Sequence[Pair]) -> list[str]:
     both = ((pair.name, pair.a, pair.b) for pair in pairs)
     by_dtype = by_key((f"{a.dtype} in A, {b.dtype} in B", name) for name, a, b in both if a and b)
     return [f"{_folded(names)}: {dtypes}" for dtypes, names in by_dtype.items()]
-
-
-def _names(pairs: Sequence[Pair]) -> list[str]:
-    return [_folded([pair.name for pair in pairs])] if pairs else []

@@ -101,10 +101,7 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 
 @once
 def raw_config_of(subject: Subject) -> Mapping[str, Any]:
-    """The stored HF config of a supported family.
-
-    Raises NotApplicable for other models (CK541 checks them), CannotCheck without a config, and CkptkitError.
-    """
+    """The stored HF config. Raises NotApplicable for a model of no family, CannotCheck without one, CkptkitError."""
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and is_of_no_family(subject):
@@ -113,9 +110,8 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
-            raise CannotCheck(
-                "no HF config.json is stored next to this Megatron checkpoint; name the HF directory with --hf"
-            )
+            reason = "no HF config.json is stored next to this Megatron checkpoint"
+            raise CannotCheck(f"{reason}; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)

@@ -102,9 +102,8 @@ def measured_values(
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
     """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
-    `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
-    `failed` counts wrong tensors, and is at least 1 if a finding of severity error names the cell. Cells of experts
-    also have `experts`, their number, and `failed_experts`, the wrong ones.
+    `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once. `failed` counts wrong tensors,
+    at least 1 with an error. Cells of experts also have `experts`, their number, and `failed_experts`, the wrong ones.
     """
     cells: dict[CellKey, _Cell] = defaultdict(_Cell)
     for name, one in measured:

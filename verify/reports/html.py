@@ -18,18 +18,8 @@ from ckptkit.core.specs import ranges
 from ckptkit.verify.core.check import LOOKS_AT, WITNESSES, all_checks
 from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.reports import text as wording
 from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
-from ckptkit.verify.reports.text import (
-    cause_of,
-    duration,
-    failure_titles,
-    group_identical,
-    headline,
-    named_subject,
-    numbered,
-    other_reasons,
-    totals,
-)
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings of a cause
@@ -88,9 +78,9 @@ def html(report: Report) -> str:
     return environment.from_string(_asset("page.html")).render(
         report=report,
         schema=SCHEMA,
-        headline=headline(report),
-        reasons=other_reasons(report),
-        totals=totals(report),
+        headline=wording.headline(report),
+        reasons=wording.other_reasons(report),
+        totals=wording.totals(report),
         seconds=sum(check.seconds for check in report.checks),
         stages=stages(report),
         map=layer_map(report.heat, targets),
@@ -98,8 +88,8 @@ def html(report: Report) -> str:
         more=len(causes) - _SHOWN,
         codes={check.code: targets[anchor] for check in report.checks if (anchor := f"{check.code}-1") in targets},
         rationales={check.code: check.rationale for check in all_checks()},
-        subject_of=named_subject,
-        duration=duration,
+        subject_of=wording.named_subject,
+        duration=wording.duration,
         style=style,
         script=script,
         style_hash=_hash(style),
@@ -111,16 +101,18 @@ def grouped_causes(report: Report) -> list[Cause]:
     """Identical findings together, errors first, each with the findings that follow from it."""
     named = dict(zip(anchors(report.findings), report.findings, strict=True))
     anchor_of = {id(one): anchor for anchor, one in named.items()}
-    titles = failure_titles(report)
+    titles = wording.failure_titles(report)
     roots = sorted((one for one in named.values() if one.cause is None), key=lambda one: one.severity != "error")
     causes = []
-    for group in group_identical(roots):
+    for group in wording.group_identical(roots):
         same = {anchor_of[id(one)]: one for one in group}
         results = ((anchor, one) for anchor, one in named.items() if one.cause in same)
-        follows = [(anchor, cause_of([one], report.checkpoint), titles.get(one.code, "")) for anchor, one in results]
+        texts = ((anchor, wording.cause_of([one], report.checkpoint), one.code) for anchor, one in results)
+        follows = [(anchor, text, titles.get(code, "")) for anchor, text, code in texts]
         more = max(0, len(same) - _LISTED) + max(0, len(follows) - _LISTED)
-        text, title, listed = cause_of(group, report.checkpoint), titles.get(group[0].code, ""), list(same.items())
-        causes.append(Cause(listed[0][0], group[0], title, text, listed[:_LISTED], follows[:_LISTED], more))
+        text, title = wording.cause_of(group, report.checkpoint), titles.get(group[0].code, "")
+        listed = list(same.items())[:_LISTED]
+        causes.append(Cause(listed[0][0], group[0], title, text, listed, follows[:_LISTED], more))
     return causes
 
 
@@ -162,7 +154,7 @@ def stages(report: Report) -> list[Stage]:
             codes = {check.code for check in checks}
             style, outcome = next(_outcomes(checks, [one for one in report.findings if one.code in codes], report))
             count, seconds = f"{len(checks)} check{'s' * (len(checks) > 1)}", sum(check.seconds for check in checks)
-            detail = f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count
+            detail = f"{count}, {wording.duration(seconds)}" if seconds >= _SHOWN_S else count
             boxes.append(Stage(name, style, outcome, detail))
     seen = {stage.name.lower() for stage in boxes}
     for name in (name for name in report.not_asked if name.lower() not in seen):
@@ -333,7 +325,7 @@ def _largest(cells: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _listed(layers: Sequence[str]) -> str:
     numbers = [int(layer) for layer in layers if layer.isdecimal()]
     names = [layer for layer in layers if not layer.isdecimal()]
-    return ", ".join([*([numbered("layer", ranges(numbers))] if numbers else []), *names[:_TICKS]])
+    return ", ".join([*([wording.numbered("layer", ranges(numbers))] if numbers else []), *names[:_TICKS]])
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -372,6 +364,6 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
 
 def _describe_experts(layers: Mapping[int, set[int]], columns: Sequence[str]) -> list[str]:
     """`experts 6 to 11 of layers 3 and 5`, at most _TICKS texts."""
-    groups = by_key((numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
+    groups = by_key((wording.numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
     texts = [f"{text} of {_listed(names)}" for text, names in groups.items()]
     return [*texts[:_TICKS], *(["and others"] if len(texts) > _TICKS else [])]

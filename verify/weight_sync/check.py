@@ -55,12 +55,11 @@ class WeightSyncCheck:
     ) -> None:
         """`engines`: addresses such as `http://10.0.0.1:30000`, of engines and not of a router before them.
 
-        For the `program` vLLM, an engine may also be a `collective_rpc`, such as that of a `vllm.LLM` with the
-        `worker_extension_cls` `ckptkit.hooks_vllm.WeightReader`.
-        `tensors`: a regular expression for the HF names to check. `room`: bytes of tensors that are kept on their
-        device until a parameter is complete. `headers`: of each request, for engines with an API key. `timeout`:
-        seconds for each answer. `digest`: of a tensor, in place of the engine's own (`tensor_hash` of SGLang, SHA-256
-        of vLLM's checker). Raises CkptkitError if SGLang's is needed and SGLang is not installed.
+        For the `program` vLLM, one may also be the `collective_rpc` of a `vllm.LLM` with the `worker_extension_cls`
+        `ckptkit.hooks_vllm.WeightReader`. `tensors`: a regular expression for the HF names to check. `room`: bytes of
+        tensors that are kept on their device until a parameter is complete. `headers`: of each request, for engines
+        with an API key. `timeout`: seconds for each answer. `digest`: of a tensor, in place of the engine's own.
+        Raises CkptkitError if SGLang's digest is needed and SGLang is not installed.
         """
         if every < 1:
             raise CkptkitError(f"every is {every}", "give 1 to check each update, N to check every Nth")
@@ -125,10 +124,8 @@ class WeightSyncCheck:
             return None
         with self._timed():
             if sent is None:
-                raise CkptkitError(
-                    f"weight update {name}: no tensor was recorded, so nothing can be checked",
-                    "call `record` for each tensor that is sent",
-                )
+                message = f"weight update {name}: no tensor was recorded, so nothing can be checked"
+                raise CkptkitError(message, "call `record` for each tensor that is sent")
             with waiting("the checksums of the sent tensors"):
                 sent.finish()
             states = self._states()

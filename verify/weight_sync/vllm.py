@@ -108,7 +108,7 @@ class VllmEngine:
 
     def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/weight_info`), if any, and its ranks' checksums."""
-        info = self.server and self.server.ask("weight_info", may_lack=True)
+        info = None if self.server is None else self.server.ask("weight_info", may_lack=True)
         version = info.get("weight_version") if info else None
         seats: dict[Seat, dict[str, str]] = defaultdict(dict)
         if setup.digest is None and self.server is not None:
@@ -122,10 +122,8 @@ class VllmEngine:
             seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
             seats[seat][match[5]] = str(checksum)
         if len(seats) != prod(setup.sizes):
-            raise CkptkitError(
-                f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks",
-                "name each data parallel engine by its own address",
-            )
+            message = f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks"
+            raise CkptkitError(message, "name each data parallel engine by its own address")
         return EngineState(None if version == _NEVER_SET else version, seats)
 
     def _config(self) -> Mapping[str, Any]:
