@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
     """Compares tensors under HF names, and the files that loaders read, of two checkpoints of any formats.
 
-    `hf`: the config of a Megatron checkpoint without one, in place of that of the other side. `exact`: a tensor in
-    another dtype is a difference even if a cast makes it equal. Without torch only names, shapes and dtypes are
-    compared. Raises CkptkitError if one cannot be opened or read. Memory holds a few groups of tensors.
+    `hf`: the config of a Megatron checkpoint without one. `exact`: another dtype is a difference even if a cast makes
+    tensors equal. Without torch only names, shapes and dtypes are compared. Raises CkptkitError. Memory is bounded.
     """
     sides = opened(a, b, hf)
     if find_spec("torch") is None:

@@ -29,8 +29,7 @@ from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
-# Usual names of parts, for formats that ckptkit does not read.
-_UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))
+_UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))  # usual names of parts, for unsupported formats
 # Scales of keys, values and queries as compressed-tensors, llm-compressor and AutoFP8 write them.
 CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
 

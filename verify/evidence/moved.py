@@ -14,7 +14,6 @@ from ckptkit.core.specs import ranges, summarize
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import LAYER, by_key, count_differing_parts, layer_of, layers_of, pattern_of
 
-# The fix, by the most frequent cause of a move.
 AGAIN = "convert again from the source"
 _WHOLE_LAYERS = {
     "exchanged": "their names were exchanged where they were written: save or convert again from the source",

@@ -15,8 +15,7 @@ from ckptkit.verify.core.report import Finding, anchors
 if TYPE_CHECKING:
     from ckptkit.verify.evidence.reading import Values
 
-# Multi-token prediction layers are numbered from 0 again. At most four digits: an untrusted name may claim a billion
-# layers.
+# MTP layers are numbered from 0 again. At most four digits: an untrusted name may claim a billion layers.
 _LAYER = re.compile(
     r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
     r"(?:(?<=^mtp\.)|layers\.)(?P<layer>[0-9]{1,4})\.(?P<tail>.+)"

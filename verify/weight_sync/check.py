@@ -35,10 +35,9 @@ _LOST_HINT = "send the whole update before the next generation: vLLM's sleep lev
 class WeightSyncCheck:
     """Checks every Nth weight update of a trainer at the engines that received it (docs/jobs.md).
 
-    Call `record` with each tensor that is sent, under its HF name, and `after_update` once engines have answered. A
-    trainer with several senders has one check in each, for its own tensors. The first check learns how each kind of
-    parameter is cut, so let it be the update before the first rollout: a kind that matches in no layer is compared by
-    change only, with one note on standard error.
+    Call `record` with each tensor that is sent, under its HF name, and `after_update` once engines have answered. Each
+    of several senders has its own check. The first check learns how each kind of parameter is cut, so let it be the
+    update before the first rollout: a kind that matches in no layer is compared by change only, with a note.
     """
 
     def __init__(
@@ -114,8 +113,7 @@ class WeightSyncCheck:
     def after_update(self, version: str | int | None = None) -> SyncResult | None:
         """Asks all engines at once and compares every rank; returns None if the update is not checked.
 
-        `version`: the weight version that engines were given, if any. Raises CkptkitError naming all that is wrong, and
-        if a rank does not answer or nothing was recorded.
+        `version`: the weight version that engines were given, if any. Raises CkptkitError naming all that is wrong.
         """
         due, sent, self._sent = self.due, self._sent, None
         self._updates += 1
@@ -155,10 +153,8 @@ class WeightSyncCheck:
         sizes = {setup.sizes[0] for setup in self._setups.values()}
         digests = {setup.digest for setup in self._setups.values()}
         if len(digests) > 1:
-            raise CkptkitError(
-                "some of these engines answer /weight_checker (vLLM 0.32 and later), some only by a worker extension",
-                "their checksums differ: have one check for each kind",
-            )
+            message = "some of these engines answer /weight_checker (vLLM 0.32), some only by a worker extension"
+            raise CkptkitError(message, "their checksums differ: have one check for each kind")
         counts = {param: len(sources) for param, sources in self._history.sources.items()}
         return Sent(digests.pop() or self._digest, sizes, self._history.cuts_of(self._setups), counts, self._room)
 

@@ -28,8 +28,7 @@ SETUP, WEIGHTS = "ckptkit_setup", "ckptkit_weights"  # methods of `WeightReader`
 READER = "ckptkit.hooks_vllm.WeightReader"
 _KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
 _SIZES = ("tensor", "data", "pipeline", "prefill_context")  # as `engines._PLACES`
-# Further settings that decide how an engine keeps weights.
-_LAYOUT = {
+_LAYOUT = {  # further settings that decide how an engine keeps weights
     "parallel_config": ("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"),
     "model_config": ("quantization", "dtype"),
     "kernel_config": ("moe_backend",),
