@@ -180,8 +180,8 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
         return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
     if set(mapping) == set(mapping.values()):
         more = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
-        first = f"{names[0]} holds the values of {mapping[names[0]]}"
-        return f"{prefix}{_listed(names)} stand in another order: {first}, {more}"
+        start = f"{names[0]} holds the values of {mapping[names[0]]}"
+        return f"{prefix}{_listed(names)} stand in another order: {start}, {more}"
     if len(names) == 1:
         singular = f"{kind[:-1]} " if kind else ""
         return f"{singular}{names[0]} holds the values of {singular}{mapping[names[0]]}"

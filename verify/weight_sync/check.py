@@ -70,7 +70,7 @@ class WeightSyncCheck:
             raise CkptkitError(f"program is {program!r}", "it may be 'sglang' or 'vllm'")
         self._program: Program = program
         self._digest: Digest = digest or (vllm_digest if program == "vllm" else sglang_digest())
-        self._has_own_digest = digest is None
+        self._own_digest = digest is None
         self._setups: dict[str, Setup] = {}
         self._history = SyncHistory()
         self._sent: Sent | None = None
@@ -174,7 +174,7 @@ class WeightSyncCheck:
         # Engines keep the norms of a complete model unchanged.
         if verdict.compared and not verdict.result.by_value and not self._pattern.pattern:
             same_versions = (computes_as(setup.version) for setup in self._setups.values())
-            if self._program == "vllm" or not self._has_own_digest or all(same_versions):
+            if self._program == "vllm" or not self._own_digest or all(same_versions):
                 wrong.append(f"none of the values that were sent is in {', '.join(states)}")
         if wrong:
             raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, first_lines(wrong))

@@ -175,7 +175,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
         ids = f"{token!r} is {mine_ids.get(token, 'missing')} but {its_ids.get(token, 'missing')}"
     models = [side.parts.get("model", {}) for side in (here, there)]
     tables = [{key: model.get(key) for key in ("merges", "vocab")} for model in models]
-    ids = ids or describe_first_difference(*tables, "model")  # only rare texts may show it
+    ids = ids or describe_first_difference(tables[0], tables[1], "model")  # only rare texts may show it
     names = {**there.special, **here.special}
     pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
