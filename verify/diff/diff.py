@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
     """Compares tensors under HF names, and the files that loaders read, of two checkpoints of any formats.
 
-    `hf`: the config of a Megatron checkpoint without one, in place of that of the other side. `exact`: a tensor in
-    another dtype is a difference even if a cast makes it equal. Without torch only names, shapes and dtypes are
-    compared. Raises CkptkitError if one cannot be opened or read. Memory holds a few groups of tensors.
+    `hf`: the config of a Megatron checkpoint without one. `exact`: another dtype is a difference even if a cast makes
+    tensors equal. Without torch only names, shapes and dtypes are compared. Raises CkptkitError. Memory is bounded.
     """
     sides = opened(a, b, hf)
     if find_spec("torch") is None:
@@ -173,10 +172,7 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
-    """The name in B with the bits of each moved tensor of A; constant tensors do not count.
-
-    A differing tensor may have moved to any other name of B, a tensor that B lacks only to a name that A lacks.
-    """
+    """The name in B with the bits of each moved tensor of A, without constant tensors."""
     by_content = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
     moved: dict[str, str] = {}
     used: set[str] = set()

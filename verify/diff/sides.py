@@ -27,6 +27,8 @@ from ckptkit.verify.evidence.side.compare import code_differences, side_differen
 from ckptkit.verify.evidence.side_files import SideFiles
 from ckptkit.verify.opened import open_location
 
+_LISTED = 5  # settings of a config
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -42,8 +44,7 @@ class Sides:
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     """Opens and dequantizes both checkpoints. `hf`: the config of a Megatron checkpoint without one.
 
-    Two of one kind (both HF, or both Megatron) without common HF names keep their names on disk, with a note. Raises
-    CkptkitError if one cannot be opened, and if HF and Megatron have no common names.
+    Raises CkptkitError if one cannot be opened, and if HF and Megatron have no common names.
     """
     places = locate(a), locate(b)
     if places[0].is_hf and places[1].is_hf:
@@ -100,9 +101,6 @@ def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
         return checkpoint.config
     except CkptkitError:
         return {}
-
-
-_LISTED = 5  # settings of a config
 
 
 def compare_files(

@@ -11,6 +11,13 @@ from ckptkit.verify.diff.result import Diff, Kind, Pair
 from ckptkit.verify.evidence.folding import by_key
 
 _SHOWN = 20  # lines of a kind of difference
+_WORDS = {
+    **{state: state for state in ("equal", "cast", "moved", "differing")},
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "redundant": "redundant",
+    "unread": "compared by name and shape only",
+}
 
 
 def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
@@ -32,25 +39,17 @@ def _entries(found: Diff) -> Iterator[Entry]:
         ("files", list(found.files)),
         ("moved", [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]),
         ("differing", [_kind(kind) for kind in found.kinds]),
-        ("only in A", _names(found.only_a)),
-        ("only in B", _names(found.only_b)),
+        ("only in A", [_folded([pair.name for pair in found.only_a])]),
+        ("only in B", [_folded([pair.name for pair in found.only_b])]),
         ("cast", _dtypes(found.cast)),
         ("dtype", _dtypes(found.other_dtypes)),
-        ("redundant", [_folded(found.redundant)] if found.redundant else []),
+        ("redundant", [_folded(found.redundant)]),
     ):
+        body = list(filter(None, body))
         severity = "note" if kind == "redundant" or (kind in ("cast", "dtype") and not found.exact) else "error"
         yield from (Entry(kind, severity, "", line) for line in body[:_SHOWN])
         if len(body) > _SHOWN:
             yield Entry(kind, severity, "", f"and {len(body) - _SHOWN} lines more, all of them in --json")
-
-
-_WORDS = {
-    **{state: state for state in ("equal", "cast", "moved", "differing")},
-    "only_a": "only in A",
-    "only_b": "only in B",
-    "redundant": "redundant",
-    "unread": "compared by name and shape only",
-}
 
 
 def verdict(found: Diff) -> str:
@@ -95,7 +94,3 @@ def _dtypes(pairs: Sequence[Pair]) -> list[str]:
     both = ((pair.name, pair.a, pair.b) for pair in pairs)
     by_dtype = by_key((f"{a.dtype} in A, {b.dtype} in B", name) for name, a, b in both if a and b)
     return [f"{_folded(names)}: {dtypes}" for dtypes, names in by_dtype.items()]
-
-
-def _names(pairs: Sequence[Pair]) -> list[str]:
-    return [_folded([pair.name for pair in pairs])] if pairs else []

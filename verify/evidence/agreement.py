@@ -18,8 +18,7 @@ from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.evidence.folding import by_key
 
-# slime packs by names only and does not know the model's classes.
-_BY_CLASS = frozenset(INT4_READERS) - {"slime"}
+_BY_CLASS = frozenset(INT4_READERS) - {"slime"}  # which packs by names only
 
 
 @dataclass(frozen=True)

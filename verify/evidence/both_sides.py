@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPARE = 1  # threads in addition to one a core, for those that wait for a disk
-_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
+_MEMORY = 8 << 30  # bytes for both sides and results over all threads; a single group may need more
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,7 @@ class BothSides:
     _readers: list[tuple[FileReader, FileReader]] = field(default_factory=list)  # not in use by a thread
 
     def read(self, names: Sequence[str], unreadable: dict[str, str] | None = None) -> Iterator[TensorPair]:
-        """Yields a pair for each of these names, which are read together.
-
-        Unreadable tensors of `a` go into `unreadable` with the reason; else raises CkptkitError.
-        """
+        """Yields a pair for each name. Raises CkptkitError, or names unreadable tensors of `a` in `unreadable`."""
         try:
             readers = self._readers.pop()
         except IndexError:
@@ -170,7 +167,6 @@ def threads(largest: int, spare: int = 0) -> Iterator[Executor]:
 
     before = torch.get_num_threads()  # each thread uses one
     try:
-        # Each thread holds both sides and its results.
         workers = max(1, min(cores() + spare, _MEMORY // (3 * largest or 1)))
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool

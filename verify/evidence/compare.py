@@ -35,8 +35,7 @@ class TensorDiff:
     std: float = math.nan  # standard deviation of the tensor, NaN if it is not finite
     rows: str = ""  # with unequal elements, `rows 3..5` or `row 7`; empty for all rows or none
     shift: int = 0  # 1 or -1 if the tensor is a vector and equals the rounded source + shift
-    # Rows of a float matrix that are further from the source's row than zero is, which training does not do. Rows that
-    # are short, or next to zero in the source, do not count.
+    # Rows further from the source's row than zero is, which training does not do, except short ones and next to zero.
     unlike: int = 0
     unlike_rows: str = ""  # as `rows`
     distinct: tuple[int, int] = (0, 0)  # values of the source and of the tensor, if they are small and of two dtypes

@@ -29,8 +29,7 @@ from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
-# Usual names of parts, for formats that ckptkit does not read.
-_UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))
+_UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))  # usual names of parts, for unsupported formats
 # Scales of keys, values and queries as compressed-tensors, llm-compressor and AutoFP8 write them.
 CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
 
@@ -101,10 +100,7 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 
 @once
 def raw_config_of(subject: Subject) -> Mapping[str, Any]:
-    """The stored HF config of a supported family.
-
-    Raises NotApplicable for other models (CK541 checks them), CannotCheck without a config, and CkptkitError.
-    """
+    """The stored HF config. Raises NotApplicable for a model of no family, CannotCheck without one, CkptkitError."""
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and is_of_no_family(subject):
@@ -113,9 +109,8 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
-            raise CannotCheck(
-                "no HF config.json is stored next to this Megatron checkpoint; name the HF directory with --hf"
-            )
+            reason = "no HF config.json is stored next to this Megatron checkpoint"
+            raise CannotCheck(f"{reason}; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)

@@ -214,10 +214,8 @@ class MegatronFiles:
         if args is None:
             return stored_args(self.weights, {})
         if not hasattr(args, "__dict__"):
-            raise CkptkitError(
-                f"{self.weights}: the stored training arguments are {type(args).__name__}, not a namespace",
-                "convert it again",
-            )
+            message = f"{self.weights}: the stored training arguments are {type(args).__name__}, not a namespace"
+            raise CkptkitError(message, "convert it again")
         return dict(vars(args))
 
     @property

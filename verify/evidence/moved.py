@@ -14,7 +14,6 @@ from ckptkit.core.specs import ranges, summarize
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import LAYER, by_key, count_differing_parts, layer_of, layers_of, pattern_of
 
-# The fix, by the most frequent cause of a move.
 AGAIN = "convert again from the source"
 _WHOLE_LAYERS = {
     "exchanged": "their names were exchanged where they were written: save or convert again from the source",
@@ -181,8 +180,8 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
         return f"{prefix}{_listed(lower)} and {_listed([mapping[name] for name in lower])} are exchanged"
     if set(mapping) == set(mapping.values()):
         more = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
-        first = f"{names[0]} holds the values of {mapping[names[0]]}"
-        return f"{prefix}{_listed(names)} stand in another order: {first}, {more}"
+        start = f"{names[0]} holds the values of {mapping[names[0]]}"
+        return f"{prefix}{_listed(names)} stand in another order: {start}, {more}"
     if len(names) == 1:
         singular = f"{kind[:-1]} " if kind else ""
         return f"{singular}{names[0]} holds the values of {singular}{mapping[names[0]]}"

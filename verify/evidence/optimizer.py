@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
+from ckptkit.formats.torch_dist import training_state
 from ckptkit.formats.torch_dist.reader import Chunk, Part, StoredTensor, parts_of
-from ckptkit.formats.torch_dist.training_state import (
-    MASTERS,
-    Bucket,
-    OptimizerState,
-    is_padding,
-    optimizer_state,
-    unflatten,
-)
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.both_sides import threads
 from ckptkit.verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
@@ -33,9 +26,9 @@ _ROUNDED = ("bfloat16", "float16")  # dtypes of weights with float32 master weig
 
 
 @once
-def state_of(subject: Subject) -> OptimizerState:
+def state_of(subject: Subject) -> training_state.OptimizerState:
     """The optimizer tensors of the checkpoint. Raises CkptkitError if `.metadata` cannot be read."""
-    return optimizer_state(subject.megatron_files.metadata)
+    return training_state.optimizer_state(subject.megatron_files.metadata)
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,7 @@ class OptimizerValues:
     stats: dict[str, StateStats] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)  # with the reason
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)  # of masters: unequal elements, all elements
-    # Buckets have no names. By dtype of the weights: the occurrences of each number in weights, and in rounded masters,
-    # with ties to even and with ties to the larger number.
+    # Buckets have no names. Occurrences of each number by dtype: in weights, in masters with ties to even, and ties up.
     weights: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -111,7 +103,7 @@ def optimizer_values(subject: Subject) -> OptimizerValues:
     return values
 
 
-def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[_Task]:
+def _by_weight(state: training_state.OptimizerState, known: Mapping[str, bytes]) -> Iterator[_Task]:
     for key, kinds in state.by_weight.items():
         weights = dict(parts_of(key, state.weights[key]))
         for kind, stored in kinds.items():
@@ -124,19 +116,19 @@ def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[_T
 
 def _is_master(kind: str, stored: StoredTensor, dtype: str) -> bool:
     """Whether a tensor contains float32 master weights of weights in `dtype`."""
-    return kind in MASTERS and stored.dtype == "float32" and dtype in _ROUNDED
+    return kind in training_state.MASTERS and stored.dtype == "float32" and dtype in _ROUNDED
 
 
 def _read_state(name: str, kind: str, part: Part, weight: Part | None, digest: bytes | None) -> OptimizerValues:
     tensor = part.read(None)
     values = OptimizerValues({name: _measured(kind, tensor)})
     if weight is not None:
-        tensor = tensor if tensor.shape == weight.shape else unflatten(tensor, weight.shape)
+        tensor = tensor if tensor.shape == weight.shape else training_state.unflatten(tensor, weight.shape)
         values.compared[name] = (_count_unequal(tensor, weight, digest), tensor.numel())
     return values
 
 
-def _by_bucket(state: OptimizerState) -> Iterator[_Task]:
+def _by_bucket(state: training_state.OptimizerState) -> Iterator[_Task]:
     for bucket in state.buckets:
         for kind, stored in bucket.kinds.items():
             for chunk in stored.chunks:
@@ -148,7 +140,7 @@ def _by_bucket(state: OptimizerState) -> Iterator[_Task]:
             yield _Task(key, _nbytes(part.chunks, stored.dtype), partial(_read_weight, part))
 
 
-def _rounded(buckets: Sequence[Bucket]) -> set[str]:
+def _rounded(buckets: Sequence[training_state.Bucket]) -> set[str]:
     """Dtypes of weights with float32 master weights in buckets."""
     kinds = ((one.dtype, kind, stored) for one in buckets for kind, stored in one.kinds.items())
     return {dtype for dtype, kind, stored in kinds if _is_master(kind, stored, dtype)}
@@ -158,11 +150,11 @@ def _nbytes(chunks: Sequence[Chunk], dtype: str) -> int:
     return sum(math.prod(chunk.sizes) for chunk in chunks) * ITEMSIZE[dtype]
 
 
-def _read_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk) -> OptimizerValues:
+def _read_chunk(bucket: training_state.Bucket, kind: str, stored: StoredTensor, chunk: Chunk) -> OptimizerValues:
     import torch
 
     tensor, values = chunk.blob.tensor(stored.dtype, chunk.sizes), OptimizerValues()
-    if len(chunk.offsets) != 1 or not is_padding(chunk.offsets[0], tensor.numel()):
+    if len(chunk.offsets) != 1 or not training_state.is_padding(chunk.offsets[0], tensor.numel()):
         values.stats[stored.key] = _measured(kind, tensor)
     if _is_master(kind, stored, bucket.dtype):
         even, up = torch.zeros(2, 1 << 16, dtype=torch.int64)

@@ -108,10 +108,7 @@ def _scale(checkpoint: Checkpoint, module: str) -> Scale:
 def part_shapes(
     form: Int4Format, shape: tuple[int, ...], module: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and permitted dtypes of each part of a [rows, columns] weight.
-
-    Source: compressed-tensors `pack_quantized/base.py`; for SGLang's zero points `ckptkit.quant.formats.packing`.
-    """
+    """Shape and permitted dtypes of each part of a [rows, columns] weight, as in `pack_quantized/base.py`."""
     rows, columns = shape
     groups = form.groups(columns)
     is_transposed = form.sglang_experts and ".experts." in module

@@ -63,11 +63,8 @@ def as_release(
     fused: bool | None = None,
     dtype: str | None = None,
 ) -> Checkpoint:
-    """A Megatron checkpoint under HF names, with tensors that Megatron lacks from its HF directory or `root`.
-
-    Arguments and errors as in `to_hf`; without `fused` as the release, else as the model's own class.
-    """
-    if fused is None:
+    """A Megatron checkpoint under HF names (as `to_hf`), with tensors that it lacks from its HF directory or `root`."""
+    if fused is None:  # as the release, else as the model's own class
         fused = is_fused(release) or only_fused(source.config)
     view = to_hf(source, str(source.path), fused=fused, dtype=dtype, release=release)
     untouched = passthrough_beside(source, source.hf, root, plain)

@@ -254,12 +254,10 @@ def look_at(task: TaskInput, names: Sequence[str]) -> Values:
 @lru_cache(maxsize=1)
 def _open_sides(task: TaskInput) -> tuple[BothSides, Groups]:
     if _files(task) != task.files:
-        also = f" or {task.source_path}" if task.source_path else ""
-        raise CkptkitError(
-            f"node {socket.gethostname()} sees other files at {task.path}{also} than the coordinator"
-            " (names, sizes or times differ)",
-            "name paths on a file system that all nodes share, or copy with times (rsync -a)",
-        )
+        paths = f"{task.path} or {task.source_path}" if task.source_path else task.path
+        message = f"node {socket.gethostname()} sees other files at {paths} than the coordinator"
+        hint = "name paths on a file system that all nodes share, or copy with times (rsync -a)"
+        raise CkptkitError(f"{message} (names, sizes or times differ)", hint)
     checkpoint, source = sides(Subject(task.path, task.source_path, task.hf_path), task.stored)
     return BothSides(checkpoint, source), list(common_groups(checkpoint, source))
 

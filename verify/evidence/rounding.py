@@ -4,9 +4,8 @@ The bound on the error of a rounded weight, in steps (one step is the scale of i
 - Inside the grid rounding is to the nearest code: at most 1/2.
 - At the end of the grid: qmax7 has scale absmax/7 and clamps nothing. minmax has scale absmax/7.5 and codes -8..7: the
   largest positive weight, at 7.5, becomes 7, again 1/2; the largest negative one, at -7.5, becomes -8 or -7.
-- Rounding of intermediate values, with u the unit roundoff of the quantizer's dtype (2^-8 for bfloat16): a rounded
-  scale moves the end of the grid by up to 7.5 u, and a quotient weight/scale below 8 is rounded by up to half its
-  spacing, 4 u. Together below 12 u.
+- Rounding before that, with u the unit roundoff of the quantizer's dtype (2^-8 for bfloat16): up to 7.5 u by the scale
+  at the end of the grid, and 4 u, half the spacing, by a quotient weight/scale below 8. Together below 12 u.
 - Clipping: a search (`observer_kwargs.search`) shrinks a range to no less than 0.81 of itself, so a weight may be
   7.5 / 0.81 - 7.5 steps beyond the symmetric grid, or 15 / 0.81 - 15 beyond the asymmetric one.
 - Asymmetric grids: range and scale are each rounded, 30 u at the end of 15 steps. The quotient, below 16, adds 8 u,
@@ -18,13 +17,12 @@ up to 1 step inside the grid) and the ends of each range, which in its 200 steps
 about half: a weight beyond the codes may be at 16, 9 steps from the last code. Roundings of a quotient below 16 are
 twice those above. Source: AutoRound `quant_tensor_sym`, `wrapper`.
 
-This bound permits a step that is too large. So if config.json names the grid, the scale is compared too: absmax/7
+This bound permits steps that are too large. So if config.json names the grid, the scale is compared too: absmax/7
 (qmax7, at least 1e-5) or absmax/7.5 (minmax), each rounded a few times.
 
-GPTQ, known by `actorder` in config.json, moves a weight by several steps to compensate errors of other columns. A row
-stays near its source: rounding to 4 bits moves it by about a tenth of its norm, GPTQ with little calibration data by up
-to a fifth (`tests/interop/test_llm_compressor.py`). A row of another weight, nibbles in another order or a zero point
-of another group move it by more than its norm.
+GPTQ, known by `actorder`, moves a weight by several steps to compensate errors of other columns. A row stays near its
+source: rounding to 4 bits moves it by about a tenth of its norm, GPTQ by up to a fifth
+(`tests/interop/test_llm_compressor.py`). A row of another weight or a wrong order moves it by more than its norm.
 """
 
 from __future__ import annotations
@@ -194,8 +192,8 @@ def group_distances(
 def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) -> Callable[..., None]:
     """The function `measure(weights, codes, scales, zeros, results, width)`, which fills `results` as `GroupDistances`.
 
-    Weights are the bits of floats [rows, columns]; codes are int8 [rows, columns], or uint8 with two each `in_pairs`; a
-    group is `width` columns. Numbers are float32. Their bits have the same order, with NaN above infinity.
+    Weights are bits of floats [rows, columns], codes int8 or uint8 `in_pairs`; a group is `width` columns. The bits of
+    float32 have the order of the numbers, with NaN above infinity.
     """
     import numpy as np
 
@@ -309,14 +307,11 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
 
 
 def scale_off(scale: Tensor, largest: Tensor, dtype: torch.dtype, grid: str) -> float:
-    """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it.
-
-    `largest`: the largest weight of each group, of a source in `dtype`. CK304 reports scales that are not positive.
-    """
+    """The relative difference of the worst scale [rows, groups] from that of `grid`, or 0 if rounding explains it."""
     import torch
 
     expected = largest / _END_CODE[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(dtype).eps)
-    counted = (expected > _MIN_SCALE) & scale.isfinite() & (scale > 0)
+    counted = (expected > _MIN_SCALE) & scale.isfinite() & (scale > 0)  # CK304 reports other scales
     worst = _largest(((scale.float() - expected).abs() / expected)[counted])
     return worst if worst > allowed else 0.0

@@ -131,10 +131,8 @@ class SideFiles:
         vocabularies = {file: ids for file, ids in self._vocabularies() if ids}
         for file, ids in vocabularies.items():
             if odd := next((token for token, number in ids.items() if type(number) is not int), None):
-                raise CkptkitError(
-                    f"{self.root / file}: the id of {odd!r} is {ids[odd]!r}, not a whole number",
-                    "copy the tokenizer from the release",
-                )
+                message = f"{self.root / file}: the id of {odd!r} is {ids[odd]!r}, not a whole number"
+                raise CkptkitError(message, "copy the tokenizer from the release")
         return vocabularies
 
     @cached_property

@@ -15,8 +15,7 @@ from ckptkit.verify.core.report import Finding, anchors
 if TYPE_CHECKING:
     from ckptkit.verify.evidence.reading import Values
 
-# Multi-token prediction layers are numbered from 0 again. At most four digits: an untrusted name may claim a billion
-# layers.
+# MTP layers are numbered from 0 again. At most four digits: an untrusted name may claim a billion layers.
 _LAYER = re.compile(
     r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
     r"(?:(?<=^mtp\.)|layers\.)(?P<layer>[0-9]{1,4})\.(?P<tail>.+)"
@@ -102,9 +101,8 @@ def measured_values(
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
     """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
-    `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
-    `failed` counts wrong tensors, and is at least 1 if a finding of severity error names the cell. Cells of experts
-    also have `experts`, their number, and `failed_experts`, the wrong ones.
+    `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once. `failed` counts wrong tensors,
+    at least 1 with an error. Cells of experts also have `experts`, their number, and `failed_experts`, the wrong ones.
     """
     cells: dict[CellKey, _Cell] = defaultdict(_Cell)
     for name, one in measured:

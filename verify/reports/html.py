@@ -18,21 +18,35 @@ from ckptkit.core.specs import ranges
 from ckptkit.verify.core.check import STAGE_LABELS, WITNESS_OPTIONS, all_checks
 from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.reports import text as wording
 from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
-from ckptkit.verify.reports.text import (
-    cause_of,
-    duration,
-    failure_titles,
-    group_identical,
-    headline,
-    named_subject,
-    numbered,
-    other_reasons,
-    totals,
-)
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings of a cause
+_CODE = re.compile(r"CK\d{3}")
+_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
+_OPTIONS["engine"] = "verify --engine"  # preflight has no such option
+_SHOWN_S = 0.1
+_ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
+_ORDER.insert(_ORDER.index("values") + 1, "quantization")
+# Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
+_STEPS = (0.55, 1.0, 2.0, 4.0)
+_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
+_SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
+_MEANINGS = {
+    "failed": "wrong",
+    "warning": "a warning names it",
+    "equal": "equal to the source, bit for bit",
+    "near": "rounded as its format wants",
+    "read": "read, with nothing to compare with",
+    "shade": "differs, the darker the more",
+    "empty": "not there, or not looked at",
+}
+_WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
+_ROWS = 60  # kinds of tensors that are shown, the worst first
+_TICKS = 10
+_EXPERTS_PX = (72, 220)  # minimum and maximum height of the picture of experts
+Cells = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,9 @@ def html(report: Report) -> str:
     return environment.from_string(_asset("page.html")).render(
         report=report,
         schema=SCHEMA,
-        headline=headline(report),
-        reasons=other_reasons(report),
-        totals=totals(report),
+        headline=wording.headline(report),
+        reasons=wording.other_reasons(report),
+        totals=wording.totals(report),
         seconds=sum(check.seconds for check in report.checks),
         stages=stages(report),
         map=layer_map(report.heat, targets),
@@ -74,8 +88,8 @@ def html(report: Report) -> str:
         more=len(causes) - _SHOWN,
         codes={check.code: targets[anchor] for check in report.checks if (anchor := f"{check.code}-1") in targets},
         rationales={check.code: check.rationale for check in all_checks()},
-        subject_of=named_subject,
-        duration=duration,
+        subject_of=wording.named_subject,
+        duration=wording.duration,
         style=style,
         script=script,
         style_hash=_hash(style),
@@ -87,16 +101,18 @@ def grouped_causes(report: Report) -> list[Cause]:
     """Identical findings together, errors first, each with the findings that follow from it."""
     named = dict(zip(anchors(report.findings), report.findings, strict=True))
     anchor_of = {id(one): anchor for anchor, one in named.items()}
-    titles = failure_titles(report)
+    titles = wording.failure_titles(report)
     roots = sorted((one for one in named.values() if one.cause is None), key=lambda one: one.severity != "error")
     causes = []
-    for group in group_identical(roots):
+    for group in wording.group_identical(roots):
         same = {anchor_of[id(one)]: one for one in group}
         results = ((anchor, one) for anchor, one in named.items() if one.cause in same)
-        follows = [(anchor, cause_of([one], report.checkpoint), titles.get(one.code, "")) for anchor, one in results]
+        texts = ((anchor, wording.cause_of([one], report.checkpoint), one.code) for anchor, one in results)
+        follows = [(anchor, text, titles.get(code, "")) for anchor, text, code in texts]
         more = max(0, len(same) - _LISTED) + max(0, len(follows) - _LISTED)
-        text, title, listed = cause_of(group, report.checkpoint), titles.get(group[0].code, ""), list(same.items())
-        causes.append(Cause(listed[0][0], group[0], title, text, listed[:_LISTED], follows[:_LISTED], more))
+        text, title = wording.cause_of(group, report.checkpoint), titles.get(group[0].code, "")
+        listed = list(same.items())[:_LISTED]
+        causes.append(Cause(listed[0][0], group[0], title, text, listed, follows[:_LISTED], more))
     return causes
 
 
@@ -116,14 +132,6 @@ def _asset(name: str) -> str:
 
 def _hash(content: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
-
-
-_CODE = re.compile(r"CK\d{3}")
-_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESS_OPTIONS.items()}}
-_OPTIONS["engine"] = "verify --engine"  # preflight has no such option
-_SHOWN_S = 0.1
-_ORDER = [stage for stage in STAGE_LABELS if stage != "quantization"]
-_ORDER.insert(_ORDER.index("values") + 1, "quantization")
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def stages(report: Report) -> list[Stage]:
             codes = {check.code for check in checks}
             style, outcome = next(_outcomes(checks, [one for one in report.findings if one.code in codes], report))
             count, seconds = f"{len(checks)} check{'s' * (len(checks) > 1)}", sum(check.seconds for check in checks)
-            detail = f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count
+            detail = f"{count}, {wording.duration(seconds)}" if seconds >= _SHOWN_S else count
             boxes.append(Stage(name, style, outcome, detail))
     seen = {stage.name.lower() for stage in boxes}
     for name in (name for name in report.not_asked if name.lower() not in seen):
@@ -180,27 +188,6 @@ def _outcomes(checks: Sequence[CheckResult], findings: Sequence[Finding], report
     if warnings:
         yield "warning", f"! {warnings} warning{'s' * (warnings > 1)}"
     yield "passed", "✓ passed"
-
-
-# Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
-_STEPS = (0.55, 1.0, 2.0, 4.0)
-_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
-_SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
-_MEANINGS = {
-    "failed": "wrong",
-    "warning": "a warning names it",
-    "equal": "equal to the source, bit for bit",
-    "near": "rounded as its format wants",
-    "read": "read, with nothing to compare with",
-    "shade": "differs, the darker the more",
-    "empty": "not there, or not looked at",
-}
-_WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
-_ROWS = 60  # kinds of tensors that are shown, the worst first
-_TICKS = 10
-_EXPERTS_PX = (72, 220)  # minimum and maximum height of the picture of experts
-
-Cells = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -338,7 +325,7 @@ def _largest(cells: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _listed(layers: Sequence[str]) -> str:
     numbers = [int(layer) for layer in layers if layer.isdecimal()]
     names = [layer for layer in layers if not layer.isdecimal()]
-    return ", ".join([*([numbered("layer", ranges(numbers))] if numbers else []), *names[:_TICKS]])
+    return ", ".join([*([wording.numbered("layer", ranges(numbers))] if numbers else []), *names[:_TICKS]])
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -377,6 +364,6 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
 
 def _describe_experts(layers: Mapping[int, set[int]], columns: Sequence[str]) -> list[str]:
     """`experts 6 to 11 of layers 3 and 5`, at most _TICKS texts."""
-    groups = by_key((numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
+    groups = by_key((wording.numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
     texts = [f"{text} of {_listed(names)}" for text, names in groups.items()]
     return [*texts[:_TICKS], *(["and others"] if len(texts) > _TICKS else [])]

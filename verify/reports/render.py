@@ -15,16 +15,7 @@ from ckptkit.core.printable import printable
 from ckptkit.verify.core.check import NOT_APPLICABLE
 from ckptkit.verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from ckptkit.verify.evidence.folding import by_key
-from ckptkit.verify.reports.text import (
-    describe_fault,
-    groups,
-    headline,
-    is_about_checkpoint,
-    named_subject,
-    names_its_file,
-    other_reasons,
-    totals,
-)
+from ckptkit.verify.reports import text as wording
 
 _COLOR = {"PASSED": "green", "FAILED": "red", "INCONCLUSIVE": "yellow", "error": "red", "warning": "yellow"}
 # Facts that are printed only with all details.
@@ -52,23 +43,23 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
     """Yields the lines that `render` prints."""
     entries = [
         _entry(report, group.title, anchor, finding, every)
-        for group in groups(report, len(report.findings))
+        for group in wording.groups(report, len(report.findings))
         for anchor, finding in group.shown
         if every or finding.cause is None
     ]
     # A launch may find no checkpoint.
     where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
-    reasons = other_reasons(report)
+    reasons = wording.other_reasons(report)
     sections: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
     facts = report.facts.items()
     sections |= {name: lines for name, lines in facts if lines and (every or name not in _BACKGROUND)}
     verdict, closing = (printable(report.verdict), where), _closing(report, every)
-    text = TextReport(entries, verdict, sections, closing, "--all shows them", headline(report))
+    text = TextReport(entries, verdict, sections, closing, "--all shows them", wording.headline(report))
     return lay_out(text, width, every)
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
-    tensors = named_subject(finding) if finding.tensor else None
+    tensors = wording.named_subject(finding) if finding.tensor else None
     if finding.tensor and ", " in finding.tensor and not every:
         tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
     fields = {
@@ -82,12 +73,12 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "follows": _explained(report, anchor),
     }
     details = [(label, text) for label, text in fields.items() if text]
-    fault = describe_fault(finding.expected, finding.actual)
+    fault = wording.describe_fault(finding.expected, finding.actual)
     # In few words: a tensor, or their number; else the name of the file, if it is not the checkpoint itself.
     about = f"{finding.count} tensors" if finding.tensor and ", " in finding.tensor else finding.tensor
-    if not about and not is_about_checkpoint(finding, report.checkpoint):
+    if not about and not wording.is_about_checkpoint(finding, report.checkpoint):
         about = Path(str(finding.file)).name
-    about = "" if names_its_file(finding) else about or ""
+    about = "" if wording.names_its_file(finding) else about or ""
     return Entry(finding.code, finding.severity, about, fault, details, anchor, title)
 
 
@@ -110,8 +101,8 @@ def _closing(report: Report, every: bool) -> list[str]:
         unreported = (check for check in report.checks if check.status == "skipped" and check.reason not in reported)
         skipped = by_key((check.reason or "", check.code) for check in unreported)
         lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
-    lines.append(totals(report))
+    lines.append(wording.totals(report))
     more = [] if every else ["`--all` lists the checks"]
     if report.findings:
-        more.append(f"`ckptkit explain {groups(report, 1)[0].code}` says what to do about it")
+        more.append(f"`ckptkit explain {wording.groups(report, 1)[0].code}` says what to do about it")
     return [*lines, *(["; ".join(more)] if more else [])]

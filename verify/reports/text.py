@@ -16,7 +16,9 @@ from ckptkit.verify.evidence.folding import by_key, layers_of
 # The common beginning of the expected and the actual value: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # not clear without the expected value
-_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")
+_SUBJECTLESS = re.compile(
+    r"(?:none|nothing|neither|missing|not|it|its|they)\b"
+)  # a fault that does not name its subject
 
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause
@@ -95,11 +97,6 @@ def describe_fault(expected: str, actual: str) -> str:
     return f"{actual}, expected {expected}" if _VALUE.fullmatch(actual) and " " in expected else actual
 
 
-def has_no_subject(wrong: str) -> bool:
-    """Whether a fault does not name its subject, such as `none: ...` or `it is not there`."""
-    return _SUBJECTLESS.match(wrong) is not None
-
-
 def describe_finding(finding: Finding) -> str:
     """A finding in one line: its subject and the fault; of several kinds of tensors only their number and layers."""
     if finding.tensor and ", " in finding.tensor:
@@ -107,7 +104,7 @@ def describe_finding(finding: Finding) -> str:
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
     wrong = describe_fault(finding.expected, finding.actual)
-    about = named_subject(finding) or (finding.expected if has_no_subject(wrong) else "")
+    about = named_subject(finding) or (finding.expected if _SUBJECTLESS.match(wrong) else "")
     return f"{about}: {wrong}" if about else wrong
 
 
@@ -149,7 +146,7 @@ def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
     """Describes identical findings without names of tensors: `router of layers 4 and 5: all zero`."""
     first = findings[0]
     wrong, where = _fault(first, checkpoint), _subject(findings, checkpoint)
-    if not where and has_no_subject(wrong):
+    if not where and _SUBJECTLESS.match(wrong):
         if first.file is None:
             where, wrong = first.expected, first.actual
         else:

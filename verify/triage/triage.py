@@ -85,10 +85,9 @@ def triage(logs: Sequence[str | Path]) -> Triage:
     # With several models it is unknown which one a line is about.
     served = next(iter(found.served)) if len(found.served) == 1 else None
     only_vllm = found.engines == {"vLLM"}
-    signs = []
-    for symptom, count in found.counts.items():
-        shown = symptom.for_vllm() if only_vllm else symptom
-        signs.append(SymptomMatch(served.of(shown) if served else shown, count, found.places[symptom]))
+    shown = {symptom: symptom.for_vllm() if only_vllm else symptom for symptom in found.counts}
+    shown = {symptom: served.of(one) if served else one for symptom, one in shown.items()}
+    signs = [SymptomMatch(shown[symptom], count, found.places[symptom]) for symptom, count in found.counts.items()]
     return Triage(
         version=program_version(),
         logs=[_name(log) for log in logs],

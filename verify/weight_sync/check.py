@@ -1,8 +1,4 @@
-"""Compares the tensors of a weight update with the checksums of the engines that received it.
-
-The weight checkers of SGLang and vLLM return a checksum of each parameter on each rank. Parameters are fused and cut;
-the same checksums are computed here from the sent tensors, with the engine's own function.
-"""
+"""Compares the tensors of a weight update with the checksums that the engines' weight checkers return."""
 
 from __future__ import annotations
 
@@ -39,10 +35,9 @@ _LOST_HINT = "send the whole update before the next generation: vLLM's sleep lev
 class WeightSyncCheck:
     """Checks every Nth weight update of a trainer at the engines that received it (docs/jobs.md).
 
-    Call `record` with each tensor that is sent, under its HF name, and `after_update` once engines have answered. A
-    trainer with several senders has one check in each, for its own tensors. The first check learns how each kind of
-    parameter is cut, so let it be the update before the first rollout: a kind that matches in no layer is compared by
-    change only, with one note on standard error.
+    Call `record` with each tensor that is sent, under its HF name, and `after_update` once engines have answered. Each
+    of several senders has its own check. The first check learns how each kind of parameter is cut, so let it be the
+    update before the first rollout: a kind that matches in no layer is compared by change only, with a note.
     """
 
     def __init__(
@@ -59,12 +54,11 @@ class WeightSyncCheck:
     ) -> None:
         """`engines`: addresses such as `http://10.0.0.1:30000`, of engines and not of a router before them.
 
-        For the `program` vLLM, an engine may also be a `collective_rpc`, such as that of a `vllm.LLM` with the
-        `worker_extension_cls` `ckptkit.hooks_vllm.WeightReader`.
-        `tensors`: a regular expression for the HF names to check. `room`: bytes of tensors that are kept on their
-        device until a parameter is complete. `headers`: of each request, for engines with an API key. `timeout`:
-        seconds for each answer. `digest`: of a tensor, in place of the engine's own (`tensor_hash` of SGLang, SHA-256
-        of vLLM's checker). Raises CkptkitError if SGLang's is needed and SGLang is not installed.
+        For the `program` vLLM, one may also be the `collective_rpc` of a `vllm.LLM` with the `worker_extension_cls`
+        `ckptkit.hooks_vllm.WeightReader`. `tensors`: a regular expression for the HF names to check. `room`: bytes of
+        tensors that are kept on their device until a parameter is complete. `headers`: of each request, for engines
+        with an API key. `timeout`: seconds for each answer. `digest`: of a tensor, in place of the engine's own.
+        Raises CkptkitError if SGLang's digest is needed and SGLang is not installed.
         """
         if every < 1:
             raise CkptkitError(f"every is {every}", "give 1 to check each update, N to check every Nth")
@@ -76,7 +70,7 @@ class WeightSyncCheck:
             raise CkptkitError(f"program is {program!r}", "it may be 'sglang' or 'vllm'")
         self._program: Program = program
         self._digest: Digest = digest or (vllm_digest if program == "vllm" else sglang_digest())
-        self._has_own_digest = digest is None
+        self._own_digest = digest is None
         self._setups: dict[str, Setup] = {}
         self._history = SyncHistory()
         self._sent: Sent | None = None
@@ -119,8 +113,7 @@ class WeightSyncCheck:
     def after_update(self, version: str | int | None = None) -> SyncResult | None:
         """Asks all engines at once and compares every rank; returns None if the update is not checked.
 
-        `version`: the weight version that engines were given, if any. Raises CkptkitError naming all that is wrong, and
-        if a rank does not answer or nothing was recorded.
+        `version`: the weight version that engines were given, if any. Raises CkptkitError naming all that is wrong.
         """
         due, sent, self._sent = self.due, self._sent, None
         self._updates += 1
@@ -129,10 +122,8 @@ class WeightSyncCheck:
             return None
         with self._timed():
             if sent is None:
-                raise CkptkitError(
-                    f"weight update {name}: no tensor was recorded, so nothing can be checked",
-                    "call `record` for each tensor that is sent",
-                )
+                message = f"weight update {name}: no tensor was recorded, so nothing can be checked"
+                raise CkptkitError(message, "call `record` for each tensor that is sent")
             with waiting("the checksums of the sent tensors"):
                 sent.finish()
             states = self._states()
@@ -144,10 +135,7 @@ class WeightSyncCheck:
         return result
 
     def after_resume(self) -> int:
-        """Compares every engine with its last check after a resume, and returns the number of parameters.
-
-        Raises CkptkitError naming changed ones, or without an earlier check.
-        """
+        """Compares engines with the last check, after a resume, and counts parameters. Raises CkptkitError."""
         if not self._history.held:
             raise CkptkitError("no earlier check of these engines is known", "call after_update first")
         with self._timed():
@@ -165,10 +153,8 @@ class WeightSyncCheck:
         sizes = {setup.sizes[0] for setup in self._setups.values()}
         digests = {setup.digest for setup in self._setups.values()}
         if len(digests) > 1:
-            raise CkptkitError(
-                "some of these engines answer /weight_checker (vLLM 0.32 and later), some only by a worker extension",
-                "their checksums differ: have one check for each kind",
-            )
+            message = "some of these engines answer /weight_checker (vLLM 0.32), some only by a worker extension"
+            raise CkptkitError(message, "their checksums differ: have one check for each kind")
         counts = {param: len(sources) for param, sources in self._history.sources.items()}
         return Sent(digests.pop() or self._digest, sizes, self._history.cuts_of(self._setups), counts, self._room)
 
@@ -188,7 +174,7 @@ class WeightSyncCheck:
         # Engines keep the norms of a complete model unchanged.
         if verdict.compared and not verdict.result.by_value and not self._pattern.pattern:
             same_versions = (computes_as(setup.version) for setup in self._setups.values())
-            if self._program == "vllm" or not self._has_own_digest or all(same_versions):
+            if self._program == "vllm" or not self._own_digest or all(same_versions):
                 wrong.append(f"none of the values that were sent is in {', '.join(states)}")
         if wrong:
             raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, first_lines(wrong))

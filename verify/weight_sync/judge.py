@@ -25,6 +25,14 @@ Layout = tuple[tuple[str, str], ...]
 Checksums = Mapping[str, str]
 Sources = Mapping[Order, tuple[str, str]]
 Cuts = Mapping[tuple[Layout, Seat, str], ParamCut]
+_SCALES = ("scale_inv", "scale")
+_EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_HEAD = (
+    "nothing was sent for it, and it does not hold the embeddings that were sent: send a tied output layer under both "
+    "names"
+)
+_MOVED = "changed, though the same was sent as at the last check"
+_STALE = "unchanged, though something else was sent than at the last check"
 
 
 @dataclass(frozen=True)
@@ -190,9 +198,6 @@ def _expected(sent: Sent, param: str, rank: _Rank) -> dict[ParamCut, str]:
     return {ParamCut(): sent.checksums[param]}
 
 
-_SCALES = ("scale_inv", "scale")
-
-
 def _params(sources: Mapping[str, Sources], held: Collection[str]) -> Iterator[str]:
     """The parameters of a rank for these tensors: fused ones, else those with the tensors' names."""
     for param, parts in sources.items():
@@ -202,23 +207,12 @@ def _params(sources: Mapping[str, Sources], held: Collection[str]) -> Iterator[s
             yield from (name for name, _ in parts.values() if name in held)
 
 
-_EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
-_HEAD = (
-    "nothing was sent for it, and it does not hold the embeddings that were sent: send a tied output layer under both "
-    "names"
-)
-
-
 def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:
     checksum = rank.checksums[param]
     if before.get(param) == checksum:
         return "as they were at the last check, not as sent"
     matches = (name for name, found in sent.predicted.items() if name != param and checksum in found.values())
     return f"not as sent, but as {match} was sent" if (match := next(matches, None)) else "not as sent"
-
-
-_MOVED = "changed, though the same was sent as at the last check"
-_STALE = "unchanged, though something else was sent than at the last check"
 
 
 def _judge_change(was: Mapping[str, str], sent: Mapping[str, str], before: str | None, now: str) -> str | None:

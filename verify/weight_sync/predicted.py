@@ -1,8 +1,4 @@
-"""Predicts the checksums of an engine's parameters from the tensors that a trainer sends.
-
-Parameters of SGLang and vLLM are fused (q, k and v; all experts of a layer) and cut over ranks. Their names tell their
-tensors, and there are only a few ways to cut them. An equal checksum proves both the cut and the values.
-"""
+"""Predicts the checksums of engines' fused and cut parameters from sent tensors; an equal one proves cut and values."""
 
 from __future__ import annotations
 
@@ -34,6 +30,8 @@ _FUSED = {name: FUSED[name] for name in ("qkv_proj", "gate_up_proj", "fused_qkv_
 # vLLM's names, and SGLang's.
 _SPELLED = {".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.", ".experts.routed_experts.": ".experts."}
 _FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}
+_WIDE = ("torch.float32", "torch.float64")
+UNUSED = "weight_shape"  # engines keep that of one shard, rounded, and never read it
 
 
 @dataclass(frozen=True)
@@ -173,10 +171,6 @@ def _join(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
         rows = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
         pieces.append(rows.chunk(size, cut.axis)[index // (cut.size // size)] if size > 1 else rows)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-_WIDE = ("torch.float32", "torch.float64")
-UNUSED = "weight_shape"  # engines keep that of one shard, rounded, and never read it
 
 
 class Sent:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SEAT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
-# Arguments of a server that decide how it keeps weights.
-_LAYOUT = (
+_LAYOUT = (  # arguments of a server that decide how it keeps weights
     *("tp_size", "pp_size", "dp_size", "ep_size", "enable_dp_attention", "quantization", "dtype", "device"),
     *("moe_runner_backend", "moe_dense_tp_size", "disable_shared_experts_fusion", "speculative_algorithm"),
 )

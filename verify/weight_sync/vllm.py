@@ -28,13 +28,15 @@ SETUP, WEIGHTS = "ckptkit_setup", "ckptkit_weights"  # methods of `WeightReader`
 READER = "ckptkit.hooks_vllm.WeightReader"
 _KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
 _SIZES = ("tensor", "data", "pipeline", "prefill_context")  # as `engines._PLACES`
-# Further settings that decide how an engine keeps weights.
-_LAYOUT = {
+_LAYOUT = {  # further settings that decide how an engine keeps weights
     "parallel_config": ("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"),
     "model_config": ("quantization", "dtype"),
     "kernel_config": ("moe_backend",),
 }
 _NEVER_SET = "default"  # vLLM's weight version until a trainer sets one
+_CHUNK = 1 << 22  # words: intermediate results of 32 MiB fit into a GPU's cache
+# The golden ratio's bits and the factors of splitmix64: odd, so that a product modulo 2^64 is invertible.
+_PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def vllm_digest(tensor: Tensor) -> str:
@@ -43,11 +45,6 @@ def vllm_digest(tensor: Tensor) -> str:
 
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy()).hexdigest()  # type: ignore[arg-type]
-
-
-_CHUNK = 1 << 22  # words: intermediate results of 32 MiB fit into a GPU's cache
-# The golden ratio's bits and the factors of splitmix64: odd, so that a product modulo 2^64 is invertible.
-_PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def device_digest(tensor: Tensor) -> str:
@@ -110,7 +107,7 @@ class VllmEngine:
 
     def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/weight_info`), if any, and its ranks' checksums."""
-        info = self.server and self.server.ask("weight_info", may_lack=True)
+        info = None if self.server is None else self.server.ask("weight_info", may_lack=True)
         version = info.get("weight_version") if info else None
         seats: dict[Seat, dict[str, str]] = defaultdict(dict)
         if setup.digest is None and self.server is not None:
@@ -124,10 +121,8 @@ class VllmEngine:
             seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
             seats[seat][match[5]] = str(checksum)
         if len(seats) != prod(setup.sizes):
-            raise CkptkitError(
-                f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks",
-                "name each data parallel engine by its own address",
-            )
+            message = f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks"
+            raise CkptkitError(message, "name each data parallel engine by its own address")
         return EngineState(None if version == _NEVER_SET else version, seats)
 
     def _config(self) -> Mapping[str, Any]:

@@ -25,10 +25,9 @@ def watch_updates(
 ) -> None:
     """Makes objects of the class `updater` check every Nth of their updates.
 
-    `send` is the name of its method with a list of (name, tensor) as first argument, which is recorded. After
-    `update_weights` engines are asked, with the object's `weight_version`. `urls` returns their addresses (default: by
-    `get_url` of the ray actors in `rollout_engines`), `when` whether this process checks (default: rank 0 of the job).
-    `options` are those of `WeightSyncCheck`. Raises CkptkitError if a method is missing or the class is watched.
+    `send` names its method with a list of (name, tensor) as first argument. After `update_weights` engines are asked.
+    `urls` returns their addresses (default: `get_url` of the ray actors in `rollout_engines`), `when` whether this
+    process checks (default: rank 0). `options` are those of `WeightSyncCheck`. Raises CkptkitError.
     """
     _require_unwatched(updater, "watch_updates")
     methods = (send, "update_weights")
@@ -64,10 +63,9 @@ def watch_updates(
 def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None = None, **options: Any) -> None:
     """Makes objects of the class `adapter`, such as verl's `ServerAdapter`, check every Nth of their updates.
 
-    Its coroutine `update_weights` takes an iterable of (name, tensor) as first argument, which is recorded; then
-    engines are asked. `urls` returns their addresses, empty if this process does not check (default: that of the
-    object's `server_handle`, on `rollout_rank` 0). `options` are those of `WeightSyncCheck`, with vllm as default
-    `program`. Raises CkptkitError if the method is missing or the class is watched.
+    Its coroutine `update_weights` takes an iterable of (name, tensor). `urls` returns the addresses of engines, empty
+    if this process does not check (default: that of `server_handle`, on `rollout_rank` 0). `options` are those of
+    `WeightSyncCheck`, with vllm as default `program`. Raises CkptkitError.
     """
     _require_unwatched(adapter, "watch_rollout")
     if not asyncio.iscoroutinefunction(updating := getattr(adapter, "update_weights", None)):

@@ -13,9 +13,9 @@ Weights beyond the largest code are clipped:
 - NVFP4: scales are float8_e4m3fn with an error of 1/16 of themselves, or shrunk by a search. Groups below 2^-19 of the
   tensor's largest weight have no scale and become zero.
 
-Source, quotient and scale may each be rounded to bfloat16, which moves a weight by 2^-8 of itself each time. All errors
-together are 7.5 % of a weight, so that a scale with an error of 25 % is found.
-Source: OCP 8-bit Floating Point Specification 1.0, table 1; DeepSeek-V3 `inference/kernel.py`, `act_quant_kernel`.
+Source, quotient and scale may each be rounded to bfloat16, each time by 2^-8 of a weight. All errors together are 7.5 %
+of a weight: a scale with an error of 25 % is found. Source: OCP 8-bit Floating Point Specification 1.0, table 1;
+DeepSeek-V3 `inference/kernel.py`, `act_quant_kernel`.
 """
 
 from __future__ import annotations

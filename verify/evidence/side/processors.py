@@ -1,7 +1,4 @@
-"""Compares settings of the processors of images, videos and sound, in any file that transformers saves them to.
-
-`python -m ckptkit.verify.evidence.side.processors JOB.json` builds two with transformers. No code of a checkpoint runs.
-"""
+"""Compares settings of processors (images, videos, sound), built as a program; no code of a checkpoint runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Renders conversations with chat templates, in the sandboxed environment of transformers.
-
-As a program: `python -m ckptkit.verify.evidence.side.templates JOB.json`. Only the templates run.
-"""
+"""Renders conversations with chat templates in the sandbox of transformers, as a program; only the templates run."""
 
 from __future__ import annotations
 

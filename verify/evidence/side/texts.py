@@ -1,7 +1,4 @@
-"""Encodes and decodes texts by two tokenizers with the installed `tokenizers` and transformers.
-
-As a program, `python -m ckptkit.verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint runs.
-"""
+"""Encodes and decodes texts with tokenizers and transformers, as a program; no code of a checkpoint runs."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ _NO_TEXT = (range(0xD800, 0xF900), range(0xF0000, 0x110000))  # surrogates and p
 
 @dataclass(frozen=True)
 class TextJob:
-    """Two directories with a tokenizer, the library to load them with, and texts such as added tokens.
-
-    If both are one directory, transformers' class is compared with tokenizer.json for words: rarer texts may differ.
-    """
+    """Two directories with a tokenizer, the library to load them with, and texts such as added tokens."""
 
     library: str
     here: str
@@ -152,7 +146,7 @@ def run(job: TextJob, phases: PhaseLog) -> TextAnswer:
     phases.enter(Phase(_LOADING_HERE))
     here = _Loaded(Path(job.here), job.library, around=not is_same)
     phases.enter(Phase("encoding texts"))
-    if is_same:
+    if is_same:  # compares a class of transformers with tokenizer.json for words: rarer texts may differ
         return TextAnswer(job.library, _WORDS, _different_ids(here, there, _TEXTS[:_WORDS]))
     return _compare(job.library, here, there, job.strings)
 
@@ -182,7 +176,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     tables, their_tables = (
         {key: side.parts.get("model", {}).get(key) for key in ("merges", "vocab")} for side in (here, there)
     )
-    ids = ids or describe_first_difference(tables, their_tables, "model")  # only rare texts may show it
+    ids = ids or describe_first_difference(tables[0], tables[1], their_tables, "model")  # only rare texts may show it
     names = {**there.special, **here.special}
     pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -232,18 +226,13 @@ def describe_first_difference(here: Any, there: Any, path: str) -> str:
     elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = {f"{path}[{at}]": pair for at, pair in enumerate(zip(here, there, strict=True))}
     else:
-        mine, its = ("missing" if one is None else shortened(one) for one in _around(here, there))
+        if type(here) is type(there) and isinstance(here, str | list):
+            start = max(0, first_difference(here, there) - 24)
+            here, there = here[start : start + 48], there[start : start + 48]
+        mine, its = ("missing" if one is None else shortened(one) for one in (here, there))
         return f"{path} is {mine} but {its}"
     key = next((key for key, pair in pairs.items() if pair[0] != pair[1]), None)
     return describe_first_difference(*pairs[key], key) if key is not None else ""
-
-
-def _around(here: Any, there: Any) -> tuple[Any, Any]:
-    """Two values; of texts and lists the part around their first difference."""
-    if type(here) is not type(there) or not isinstance(here, str | list):
-        return here, there
-    start = max(0, first_difference(here, there) - 24)
-    return here[start : start + 48], there[start : start + 48]
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:

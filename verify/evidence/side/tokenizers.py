@@ -38,10 +38,8 @@ ONLY_NEW = "TokenizersBackend"
 
 
 def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
-    """How texts get other ids, or ids another text, in `here` than in `there`, named `place` ("in the source").
-
-    If files differ and tokens do not, libraries encode and decode texts: files with equal results are no difference.
-    Raises CkptkitError for unreadable files, and CannotCheck for two formats that no library reads.
+    """Yields differences of ids and texts from `there`, named `place` ("in the source"): if files differ and tokens do
+    not, those in texts that libraries encode and decode. Raises CkptkitError, and CannotCheck without a library.
     """
     files = {*here.tokenizer_files, *there.tokenizer_files}
     if all(here.content(name) == there.content(name) for name in files):
