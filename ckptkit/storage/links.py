@@ -53,7 +53,7 @@ def absent(path: Path) -> str:
 def snapshot_of(root: Path) -> tuple[str, str] | None:
     """Model (`ORG/NAME`) and revision of a snapshot in the hub's cache, or None for another directory."""
     match = _SNAPSHOT.fullmatch(str(root.absolute()))
-    return match and (match[1].replace("--", "/", 1), match[2])
+    return None if match is None else (match[1].replace("--", "/", 1), match[2])
 
 
 def fetch_again(root: Path) -> str:

@@ -153,7 +153,10 @@ class TorchDistFiles:
         row = math.prod(spec.shape[1:]) * ITEMSIZE[spec.dtype]
         for part in parts:
             start = part.box[0].start * row if part.box else 0
-            shifted = functools.partial(lambda start, begin, end: piece(start + begin, start + end), start)
+
+            def shifted(begin: int, end: int, start: int = start) -> memoryview:
+                return piece(start + begin, start + end)
+
             part.saved.write(file, part.begin, shifted)
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:

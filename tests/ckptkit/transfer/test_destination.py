@@ -515,7 +515,7 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
     out = tmp_path / "out"
     write_model(out)
     with (
-        pytest.raises(CkptkitError, match="worked") as refused,
+        pytest.raises(CkptkitError, match="written") as refused,
         new_directory(out, ASKED, overwrite=True) as (partial, _),
     ):
         write(partial / "config.json", "new")
@@ -568,7 +568,7 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
     with monkeypatch.context() as patched:
         rename_and(patched, "out.partial", "out", lambda: write(kept / "iter_0000100/__0_0.distcp"))
         with (
-            pytest.raises(CkptkitError, match="meanwhile") as refused,
+            pytest.raises(CkptkitError, match="complete") as refused,
             new_directory(out, ASKED, overwrite=True) as (partial, _),
         ):
             write_model(partial)
