@@ -24,10 +24,10 @@ from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
 _SHOWN = 50  # causes
 _LISTED = 20  # findings of a cause
 _CODE = re.compile(r"CK\d{3}")
-_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
+_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESS_OPTIONS.items()}}
 _OPTIONS["engine"] = "verify --engine"  # preflight has no such option
 _SHOWN_S = 0.1
-_ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
+_ORDER = [stage for stage in STAGE_LABELS if stage != "quantization"]
 _ORDER.insert(_ORDER.index("values") + 1, "quantization")
 # Lower bounds of the largest error for the shades of a cell that is not wrong. Rounding, by half a step, is not shaded.
 _STEPS = (0.55, 1.0, 2.0, 4.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.converters.planner import dims_of, rules_for_names
@@ -15,7 +15,7 @@ from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check,
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
-from ckptkit.verify.witnesses.megatron.job import Box, TensorSeen
+from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"

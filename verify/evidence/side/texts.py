@@ -176,7 +176,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     tables, their_tables = (
         {key: side.parts.get("model", {}).get(key) for key in ("merges", "vocab")} for side in (here, there)
     )
-    ids = ids or describe_first_difference(tables[0], tables[1], their_tables, "model")  # only rare texts may show it
+    ids = ids or describe_first_difference(tables, their_tables, "model")  # only rare texts may show it
     names = {**there.special, **here.special}
     pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
