@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,8 +123,9 @@ def _range(*bounds: int) -> list[int]:
 
 # Functions and methods that accept unknown values.
 _LENIENT = frozenset({"str", "len", "print", "list", "tuple", "dict", "items", "get", "strip", "lstrip", "rstrip"})
+_PLAIN = ("int", "float", "bool", "min", "max", "sum", "abs", "round", "sorted", "any", "all")
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{one.__name__: one for one in (int, float, bool, min, max, sum, abs, round, sorted, any, all)},
+    **{name: getattr(builtins, name) for name in _PLAIN},
     "str": lambda value="": join_pieces(split_pieces(value)),
     "len": lambda value: (
         Unknown("len(...)", "its length is not known") if isinstance(value, Unknown | Text) else len(value)

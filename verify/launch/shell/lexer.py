@@ -247,11 +247,10 @@ class Lexer:
         self.take(len(mark))
         if not (found := self.take_match(_LONG_NAME)):
             raise self.error("${ without a name", line)
-        index, at = None, self.line
-        if self.peek() == "[":
-            self.take()
-            if (index := self._balanced("[]", "]")) is None:
-                raise self.error("[ is never closed", at)
+        at, is_element = self.line, self.peek() == "["
+        index = self._balanced("[]", "]") if is_element and self.take() else None
+        if is_element and index is None:
+            raise self.error("[ is never closed", at)
         match = self.take_match(_OPERATOR)
         operator = match[0] if match else ""
         begin = self.position
