@@ -60,7 +60,7 @@ def running_engine(subject: Subject) -> EngineFacts:
 
 def _served(subject: Subject, draft: bool) -> EngineRun:
     engine = running_engine(subject)
-    sizes = _check_sizes(engine, subject)
+    sizes = _sizes(engine, subject)
     config = config_of(subject)
     check_class(engine, config)
     logits = "logits" in subject.against and not draft
@@ -112,7 +112,7 @@ def run_engine_reference(subject: Subject) -> Reference:
     return run_reference(subject, job)
 
 
-def _check_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
+def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     """The engine's sizes. Raises CannotCheck unless an engine can serve the subject here."""
     import torch
 

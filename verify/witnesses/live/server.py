@@ -25,8 +25,6 @@ class NotTried(RefusedByEngine):
 
 
 class Server(Protocol):
-    """A running engine and the requests of the witness."""
-
     def stop(self) -> None:
         """Ends the engine."""
 

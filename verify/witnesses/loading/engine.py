@@ -56,8 +56,6 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class ModelBuild:
-    """The model that one rank builds, its weights, and the reference to compare with."""
-
     path: Path  # the directory that has its config
     scratch: Path  # shared by all ranks
     config: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint

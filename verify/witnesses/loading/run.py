@@ -29,19 +29,16 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]
     Raises CannotCheck if the engine is missing, would use a class or a layout that ckptkit does not know, or would lack
     tensors that no Megatron model holds; CkptkitError for a config of no supported family.
     """
-    import torch
-
     release = require(engine, subject)
     config = config_of(subject)
     check_class(engine, config)
     check_passthrough(engine, subject, config)
     run = _load(engine, subject)
-    has_gpu = torch.cuda.is_available()
-    if run.report is None and engine.without_gpu and not has_gpu:
+    if run.report is None and engine.without_gpu and not _gpus():
         second = _load(engine, subject, dict(engine.without_gpu))
         run = second if second.report is not None else run
     failure = run.failure
-    if failure is None or not failure.verdict or release in engine.tested or has_gpu:
+    if failure is None or not failure.verdict or release in engine.tested or _gpus():
         return run
     # An untested release may fail without a GPU because of the way in which ckptkit builds models there.
     tested = ", ".join(engine.tested)
@@ -72,6 +69,12 @@ def require(engine: EngineFacts, subject: Subject) -> str:
         where = f"in the environment of {interpreter.path}" if interpreter.is_external else "here"
         raise CannotCheck(f"{engine.label} is not installed {where}: {engine.install}")
     return release
+
+
+def _gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:

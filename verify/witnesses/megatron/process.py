@@ -44,7 +44,7 @@ with importing_megatron():
 
     from ckptkit.verify.witnesses.megatron import loaders, model
     from ckptkit.verify.witnesses.megatron.loaders import WatchedLoad
-    from ckptkit.verify.witnesses.megatron.model import Chunk
+    from ckptkit.verify.witnesses.megatron.model import Chunk, build_chunks, connect
 
 
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
@@ -129,10 +129,10 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.at_once:
         loaders.connect_alone(job.sizes, job.rank)
     else:
-        model.connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
+        connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
     enter(BUILD)
     build = model.MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid)
-    chunks = model.build_chunks(dims, build)
+    chunks = build_chunks(dims, build)
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
