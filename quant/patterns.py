@@ -1,10 +1,9 @@
-"""Regular expressions of `ignore` and `targets`: matched as Python does, refused where they could run for long.
+"""Regular expressions of `ignore` and `targets`: matched by Python, but refused if they could run for long.
 
-Readers decide with Python's `re.match`, and so does this. Costly expressions are refused by a count of the steps that
-`re` may need, made before they run. It bounds a match, not a list's time: the few expressions that stay below it and
-are not cheap are also timed. The count is made on the tree of Python's own parser, `re._parser`, though that module has
-no public name. A match that has begun cannot be interrupted, and a parser of ours would have to read every expression
-as `re` does. Where a Python has another tree, the kinds of parts that are not known count as if without an end.
+Readers decide with Python's `re.match`, and so does this module. It counts the steps that `re` may need for an
+expression before a match, which cannot be interrupted, and also measures the time of expressions that are not cheap.
+The count uses the tree of Python's parser, the private `re._parser`, because another parser could read an expression
+differently. Unknown parts of the tree, as in another Python, count as infinite.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 
-MAX_NAME = 200  # characters; no released module's name has as many
-CEILING = 1 << 60  # counts end here
+MAX_NAME = 200  # characters, more than in the name of any released module
+CEILING = 1 << 60  # the largest count
 
 _parse: Callable[[str], Iterable[tuple[object, Any]]] = import_module("re._parser").parse
 _SINGLE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
@@ -31,7 +30,7 @@ _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 @dataclass(frozen=True)
 class _Cost:
-    """The ways in which a part matches from one position, at most, and the steps that try all of them."""
+    """The largest number of ways in which a part matches from one position, and the steps to try all of them."""
 
     ways: int
     steps: int
@@ -42,14 +41,12 @@ class _Cost:
 def _sequence(items: Iterable[tuple[object, Any]], longest: int, at_the_end: bool = False) -> _Cost:
     """Bounds the steps of `re.match` for parsed parts in a row, on a name of at most `longest` characters.
 
-    `re` tries the ways of each part, and for each of them all of those after it. A repetition at the end that may be
-    empty is entered once, since whatever it takes is a match; `at_the_end`: a match of these parts is the verdict.
+    `re` tries the ways of each part, and for each of them all of those after it. An optional repetition at the end is
+    entered once, since it always matches. `at_the_end`: a match of these parts is a match of the expression.
     """
-    several = list(items)
-    parts = [
-        _part(str(name), value, longest, at_the_end and at == len(several))
-        for at, (name, value) in enumerate(several, 1)
-    ]
+    pairs = list(items)
+    parts = [_part(str(name), value, longest) for name, value in pairs[:-1]]
+    parts += [_part(str(name), value, longest, at_the_end) for name, value in pairs[-1:]]
     if len(parts) == 1 and parts[0].single:
         return parts[0]
     while at_the_end and parts and parts[-1].optional:
@@ -61,8 +58,8 @@ def _sequence(items: Iterable[tuple[object, Any]], longest: int, at_the_end: boo
     return _Cost(ways, total)
 
 
-def _part(name: str, value: Any, longest: int, at_the_end: bool) -> _Cost:
-    """References to groups and conditions on them, which names of modules do not need, are as if without an end."""
+def _part(name: str, value: Any, longest: int, at_the_end: bool = False) -> _Cost:
+    """References to groups and conditions on them, which names of modules do not need, count as infinite."""
     if name in _SINGLE:
         return _Cost(1, 1, single=True)
     if name == "BRANCH":
@@ -79,7 +76,7 @@ def _part(name: str, value: Any, longest: int, at_the_end: bool) -> _Cost:
 
 
 def _repeated(body: _Cost, least: int, most: int, longest: int, possessive: bool) -> _Cost:
-    # An iteration that takes nothing is the last one, once there are enough of them.
+    # After `least` iterations, one that matches nothing is the last.
     limit = min(int(most), longest + (0 if body.single else least + 1))
     if body.ways > 1 and limit > 40:
         return _Cost(CEILING, CEILING)
@@ -98,9 +95,9 @@ MAX_ENTRIES, MAX_REGULAR, MAX_COSTLY = 100_000, 1_000, 50
 MAX_CHARACTERS = 2_000
 # Lookups of one list, an expression counting as `_REGULAR` plain names: half a minute.
 _MAX_LOOKUPS, _REGULAR = 100_000_000, 5
-_CHEAP_STEPS = 20_000  # below, an expression runs unwatched
+_CHEAP_STEPS = 20_000  # an expression below is not timed
 _MAX_STEPS = 30_000_000_000  # four times `.*`, each before a required word: seconds for the worst name
-# A match that takes longer than `_SLOW` counts; real names take a hundredth of it. So many seconds an expression.
+# The time of matches longer than `_SLOW` is limited for each expression; real names take a hundredth of it.
 _SLOW, _MAX_SECONDS = 200e-6, 3.0
 _SHOWN = 80  # characters of an entry in a message
 # A range of characters that may be wide: Python looks at each of them where case is ignored.
@@ -110,55 +107,50 @@ _SIMPLER = "write it with plain names, or with few `.*` and none of them inside 
 Match = Callable[[str], object]
 
 
-def check_entries(entries: Iterable[object], what: str) -> None:
-    """Raises CkptkitError for invalid entries, too many or too long ones, before any of them is used.
-
-    `what`: where they stand, as shown to users, such as `config.json: ignore`.
-    """
-    found = list(entries)
-    if len(found) > MAX_ENTRIES:
-        raise _refused(what, f"{len(found)} entries, and at most {MAX_ENTRIES:,} are read", _FEWER)
-    for entry in found:
+def check_entries(entries: Iterable[object], where: str) -> None:
+    """Raises CkptkitError for invalid, too many or too long entries; `where`: their location in messages."""
+    patterns = list(entries)
+    if len(patterns) > MAX_ENTRIES:
+        raise CkptkitError(f"{where}: {len(patterns)} entries, and at most {MAX_ENTRIES:,} are read", _FEWER)
+    for entry in patterns:
         if not isinstance(entry, str):
-            raise _refused(what, f"{shortened(entry)} is not text", "it must be a list of module names and `re:` ones")
+            message = f"{where}: {shortened(entry)} is not text"
+            raise CkptkitError(message, "it must be a list of module names and `re:` ones")
         if len(entry) > MAX_CHARACTERS:
-            raise _refused(what, f"{_shown(entry)} has {len(entry)} characters", f"use at most {MAX_CHARACTERS:,}")
+            message = f"{where}: {_shorten(entry)} has {len(entry)} characters"
+            raise CkptkitError(message, f"use at most {MAX_CHARACTERS:,}")
         if not entry.removeprefix(REGEX):
-            raise _refused(
-                what, f"pattern '{entry}' is empty", "name a module, or give a regular expression after 're:'"
-            )
-    regular = list(dict.fromkeys(str(entry) for entry in found if str(entry).startswith(REGEX)))
+            hint = "name a module, or give a regular expression after 're:'"
+            raise CkptkitError(f"{where}: pattern '{entry}' is empty", hint)
+    regular = list(dict.fromkeys(str(entry) for entry in patterns if str(entry).startswith(REGEX)))
     if len(regular) > MAX_REGULAR:
-        raise _refused(what, f"{len(regular)} regular expressions, and at most {MAX_REGULAR:,} are read", _FEWER)
+        message = f"{where}: {len(regular)} regular expressions, and at most {MAX_REGULAR:,} are read"
+        raise CkptkitError(message, _FEWER)
     costly = 0
     for entry in regular:
         try:
             costly += not _expression(entry.removeprefix(REGEX)).cheap
         except CkptkitError as error:
-            raise CkptkitError(f"{what}: {error.args[0]}", error.hint) from error
+            raise CkptkitError(f"{where}: {error.args[0]}", error.hint) from error
     if costly > MAX_COSTLY:
-        raise _refused(what, f"{costly} regular expressions with several repetitions, at most {MAX_COSTLY}", _SIMPLER)
+        message = f"{where}: {costly} regular expressions with several repetitions, at most {MAX_COSTLY}"
+        raise CkptkitError(message, _SIMPLER)
 
 
-_FEWER = "name whole parts of the model with one `re:` entry each"
+_FEWER = "name larger parts of the model with one `re:` entry each"
 
 
 def check_lookups(entries: Sequence[str], names: int) -> None:
-    """Raises CkptkitError where so many entries cannot be held against so many names in sensible time."""
-    lookups = names * sum(_REGULAR if entry.startswith(REGEX) else 1 for entry in entries)
-    if lookups > _MAX_LOOKUPS:
-        raise _refused("ignore", f"{len(entries)} entries for {names} names are too many", _FEWER)
-
-
-def _refused(what: str, why: str, hint: str) -> CkptkitError:
-    return CkptkitError(f"{what}: {why}", hint)
+    """Raises CkptkitError if comparing these entries with this number of names would take too long."""
+    if names * sum(_REGULAR if entry.startswith(REGEX) else 1 for entry in entries) > _MAX_LOOKUPS:
+        raise CkptkitError(f"ignore: {len(entries)} entries for {names} names are too many", _FEWER)
 
 
 def matcher(entry: str, longest: int = MAX_NAME + 1) -> Match:
-    """Returns a function that says of a name whether a `re:` entry matches from its start, as `re.match` does.
+    """Returns a function that tests if a `re:` entry matches from the start of a name, like `re.match`.
 
-    `longest`: characters of the longest name that it will be asked about. Raises CkptkitError, here or when asked, for
-    text that is not a regular expression and for one that could run too long.
+    `longest`: the length of the longest name. Raises CkptkitError, here or during a match, for text that is not a
+    regular expression and for one that could run too long.
     """
     expression = _expression(entry.removeprefix(REGEX), min(longest, MAX_NAME))
     return expression.python.match if expression.cheap and longest <= MAX_NAME else expression.match
@@ -183,16 +175,16 @@ class _Expression:
         if taken > _SLOW:
             self._seconds += taken
             if self._seconds > _MAX_SECONDS:
-                raise CkptkitError(f"pattern {_shown(REGEX + self._text)} takes too long for these names", _SIMPLER)
+                raise CkptkitError(f"pattern {_shorten(REGEX + self._text)} takes too long for these names", _SIMPLER)
         return found
 
     def _steps(self, longest: int) -> int:
-        """The steps for names of so many characters. Raises CkptkitError where they are too many."""
-        found = _sequence(_parse(self._text), longest, at_the_end=True).steps
-        if found > _MAX_STEPS:
-            what = f"could run without an end for a name of {longest} characters"
-            raise CkptkitError(f"pattern {_shown(REGEX + self._text)} {what}", _SIMPLER)
-        return found
+        """The steps for a name of this length. Raises CkptkitError if they are too many."""
+        steps = _sequence(_parse(self._text), longest, at_the_end=True).steps
+        if steps > _MAX_STEPS:
+            message = f"pattern {_shorten(REGEX + self._text)} could run forever for a name of {longest} characters"
+            raise CkptkitError(message, _SIMPLER)
+        return steps
 
 
 @lru_cache(maxsize=4096)
@@ -200,17 +192,17 @@ def _expression(text: str, longest: int = MAX_NAME) -> _Expression:
     try:
         return _Expression(text, longest)
     except RecursionError as error:
-        raise CkptkitError(f"pattern {_shown(REGEX + text)} is nested too deeply", _SIMPLER) from error
+        raise CkptkitError(f"pattern {_shorten(REGEX + text)} is nested too deeply", _SIMPLER) from error
 
 
-def _shown(entry: str) -> str:
+def _shorten(entry: str) -> str:
     return f"'{entry}'" if len(entry) <= _SHOWN else f"'{entry[:_SHOWN]}...'"
 
 
 def _compiled(text: str) -> re.Pattern[str]:
     """The compiled expression. Raises CkptkitError for text that is not one."""
     if len(text) > MAX_CHARACTERS:
-        raise CkptkitError(f"pattern {_shown(REGEX + text)} has {len(text)} characters", _SIMPLER)
+        raise CkptkitError(f"pattern {_shorten(REGEX + text)} has {len(text)} characters", _SIMPLER)
     try:
         if _WIDE_RANGE.search(text):
             raise re.error("a range of characters that ends outside ASCII")
@@ -218,7 +210,5 @@ def _compiled(text: str) -> re.Pattern[str]:
             warnings.simplefilter("error")
             return re.compile(text)
     except (re.error, OverflowError, Warning) as error:
-        raise CkptkitError(
-            f"pattern {_shown(REGEX + text)} is not a regular expression: {error}",
-            "escape dots and brackets with a backslash",
-        ) from error
+        message = f"pattern {_shorten(REGEX + text)} is not a regular expression: {error}"
+        raise CkptkitError(message, "escape dots and brackets with a backslash") from error

@@ -1,4 +1,4 @@
-"""Quantizes an HF checkpoint by a plan, which stacks on other plans and streams like any checkpoint."""
+"""Quantizes an HF checkpoint by a plan, which composes with other plans and streams like any checkpoint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ckptkit.quant.schemes.registry import Packing, Scheme, scheme_module
 
 
 def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:
-    """Quantizes a checkpoint, and says what of it. Tensors not quantized pass through.
+    """Quantizes a checkpoint, and returns the selection too. Tensors that are not quantized pass through.
 
     The result's config records the scheme. Raises CkptkitError, before anything is read, as the scheme's `select` does,
-    and for an entry of `ignore` that covers nothing or a device that is not there.
+    and for an entry of `ignore` that covers nothing or a missing device.
     """
     if request.device != "cpu":
-        import torch  # only where it is asked for a GPU
+        import torch  # only for a GPU
 
         if not torch.cuda.is_available():
             message = f"torch finds no GPU for --device {request.device}"
@@ -36,47 +36,43 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
     _check_used(scheme.ignore, source.specs, request.where)
     _check_loaded(source.config, scheme)
     packing = scheme_module(scheme.name).select(source, scheme, request)
-    stated = dict(engine_class("vllm", source.config).fp8_keys)
-    config = dict(source.config) | stated | {"quantization_config": packing.config()}
+    config = {**source.config, **engine_class("vllm", source.config).fp8_keys, "quantization_config": packing.config()}
     _check_refused(config, scheme, request)
-    return View(
-        source, Plan(tuple(_steps(source.specs, packing)), source.specs, where=request.where, config=config)
-    ), packing
+    steps = tuple(_steps(source.specs, packing))
+    return View(source, Plan(steps, source.specs, where=request.where, config=config)), packing
 
 
 def _steps(specs: Mapping[str, TensorSpec], packing: Packing) -> Iterator[Step]:
-    together = {name: several for several in packing.together for name in several}
+    groups = {name: group for group in packing.together for name in group}
     for name, spec in specs.items():
-        several = together.get(name, (name,))
+        group = groups.get(name, (name,))
         if name not in packing.names:
             yield identity(spec)
-        elif name == several[0]:
-            yield quantize_step([specs[one] for one in several], packing)
+        elif name == group[0]:
+            yield quantize_step([specs[one] for one in group], packing)
 
 
 def quantize_step(specs: Sequence[TensorSpec], packing: Packing) -> Step:
-    """Returns the step that quantizes weights to their parts: as many for each, one weight after the other."""
+    """Returns the step that quantizes weights to their parts: the same number for each, one weight after the other."""
     # No closure: a large model has 70,000 of these steps, and a closure holds a cell for each variable.
     outputs = tuple(part for spec in specs for part in packing.shapes(spec))
     return Step(tuple(spec.name for spec in specs), outputs, partial(packing.pack, specs), packing.label)
 
 
 def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
-    """Raises CkptkitError for a model whose experts no reader knows one by one."""
+    """Raises CkptkitError for a model with experts that no reader knows one by one."""
     if only_fused(config):
-        raise CkptkitError(
-            f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
-            "and no reader knows them one by one",
-            "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 does "
-            "not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none"
-            if config["model_type"] in FAMILIES
-            else "which rows are gate and which up is not known: serve the release",
-            code="unsupported",
-        )
+        message = f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
+        message += "and no reader knows them one by one"
+        hint = "which rows are gate and which up is not known: serve the release"
+        if config["model_type"] in FAMILIES:
+            hint = "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 "
+            hint += "does not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none"
+        raise CkptkitError(message, hint, code="unsupported")
 
 
 def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
-    """Raises CkptkitError where this model's classes in engines load no checkpoint of the scheme."""
+    """Raises CkptkitError if this model's classes in engines load no checkpoint of the scheme."""
     is_loaded = scheme.name == "fp8-block" and "compressed-tensors" not in scheme.command_line()
     if engine_class("sglang", config).fp8_only and not is_loaded:
         raise CkptkitError(
@@ -88,29 +84,26 @@ def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
 
 
 def _check_refused(config: Mapping[str, Any], scheme: Scheme, request: Request) -> None:
-    """Raises CkptkitError where one of the readers refuses the config of what would be written."""
+    """Raises CkptkitError if one of the readers refuses the config of the result."""
     if config["quantization_config"].get("quant_method") != "compressed-tensors":
         return
     for refusal in find_refusals(config):
-        if who := [reader for reader in readers_of(request.readers) if reader in refusal.readers]:
-            message = f"{scheme.title} {request.where}: {' and '.join(who)} would refuse it: {refusal.what}"
+        if readers := [reader for reader in readers_of(request.readers) if reader in refusal.readers]:
+            message = f"{scheme.title} {request.where}: {' and '.join(readers)} would refuse it: {refusal.what}"
             raise CkptkitError(message, refusal.hint, code="unsupported")
 
 
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:
-    """Raises CkptkitError for an entry that covers nothing: its author believes that it spares a module."""
-    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    covers = covering(ignore, modules)
+    """Raises CkptkitError for an entry that covers nothing, since its author expects that it excludes a module."""
+    covers = covering(ignore, [name.removesuffix(".weight") for name in names if name.endswith(".weight")])
     for pattern in ignore:
         if not covers(pattern):
-            raise CkptkitError(
-                f"ignore entry '{pattern}' covers no module of {where}",
-                "entries are whole module names, or `re:` and a regex; leave it out or correct it",
-            )
+            hint = "entries are full module names, or `re:` and a regex; leave it out or correct it"
+            raise CkptkitError(f"ignore entry '{pattern}' covers no module of {where}", hint)
 
 
 def quantized_layout(layout: Mapping[str, Sequence[str]], view: View) -> dict[str, list[str]]:
-    """The shard layout after quantization, with the parts of each weight in its place."""
+    """The shard layout after quantization, with the parts of each weight instead of it."""
     made: dict[str, list[str]] = defaultdict(list)
     for name in view.specs:
         step = view.step(name)

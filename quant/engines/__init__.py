@@ -1,1 +1,1 @@
-"""Facts about inference engines, one file an engine: a row for each model whose class is not a plain one."""
+"""Facts about inference engines, one file an engine: a row for each model with special behaviour in its class."""

@@ -1,6 +1,6 @@
 """SGLang's classes of models, by `model_type`, as 0.5.16 to 0.5.23 have them.
 
-Source: `sglang/srt/models/*.py` of SGLang 0.5.16. A fact that another release does not share asks for the release.
+Source: `sglang/srt/models/*.py` of SGLang 0.5.16. A fact that another release does not share depends on the release.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def _gpt_oss_keys(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_keys(text: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's config class takes 10000 where `rope_theta` is absent, and turns no other dimension."""
+    """SGLang's config class uses 10000 if `rope_theta` is absent, and turns no other dimension."""
     theta = rope_of(text)["rope_theta"]
     return {"rope_theta": theta} if text.get("position_embedding_type") == "rope" and theta != 10000 else {}
 
 
 def _minimax_keys(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the three last, SGLang builds no norms of q and k, no bias of the router, and turns whole heads."""
+    """Without the three last, SGLang builds no norms of q and k, no bias of the router, and turns complete heads."""
     dims = minimax_m2.read_dims(text)
     rotary = round(dims.rotary_fraction * dims.head_dim)
     return {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "rotary_dim": rotary}
 
 
 def _nemotron_keys(text: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's config class knows the groups of mixers under another name, and takes 8 where that is absent."""
+    """SGLang's config class has another name for the groups of mixers, with a default of 8."""
     mamba = nemotron_h.read_dims(text).mamba
     return {} if mamba is None or mamba.groups == 8 else {"mamba_n_groups": mamba.groups}
 
@@ -62,7 +62,7 @@ _LATENT = (
     Dense(r".*\.self_attn\..*", "SGLang's latent attention reads the dense weight"),
     Dense(r".*\.shared_experts\..*", "SGLang reads the dense weight of the shared expert"),
 )
-# `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
+# `Qwen3NextGatedDeltaNet` and Qwen3.5's have special loaders for dense parts.
 _LINEAR = (Dense(r".*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"),)
 _DEEPSEEK = EngineClass(
     ("fused_qkv_a_proj_with_mqa",),
@@ -79,13 +79,14 @@ _QWEN_VL_ENTRIES = (
 )
 _QWEN3_5 = EngineClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=_LINEAR, keys=_linear_keys)
 _GEMMA4 = EngineClass(QKV_GATE_UP, inside=(("experts", "moe.experts"),), partly_fused=True)
-# Each layer of Gemma 4's vision tower clips what goes in and out of it; SGLang's joined layers do so themselves.
+# Each layer of Gemma 4's vision tower clips its inputs and outputs; SGLang's joined layers do so themselves.
 _GEMMA4_TOWER = tuple((f".{name}_proj.linear", ".qkv_proj") for name in "qkv")
 _GEMMA4_TOWER += tuple((f".{name}_proj.linear", ".gate_up_proj") for name in ("gate", "up"))
 _DEEPSEEK_V4_PARTS = (
     *(("attn", "self_attn"), ("ffn", "mlp"), ("wq_a", "wqkv_a"), ("wkv", "wqkv_a")),
     *(("w1", "gate_up_proj"), ("w3", "gate_up_proj"), ("w2", "down_proj")),
 )
+_KIMI_ENTRIES = (("language_model.layers.", "language_model.model.layers."),)
 _NEMOTRON_ROOT = ("backbone.", "model.")
 _STEP = EngineClass(inside=(("moe", "mlp"),))
 
@@ -105,14 +106,10 @@ CLASSES: Mapping[str, EngineClass] = {
     "hy_v3": EngineClass(
         root=("model.", ".model."), keys=lambda text: {**_dense_keys(text), "qk_norm": True, "route_norm": True}
     ),
-    "kimi_k25": replace(
-        _DEEPSEEK,
-        root=("language_model.", ""),
-        entries=(("language_model.layers.", "language_model.model.layers."),),
-    ),
+    "kimi_k25": replace(_DEEPSEEK, root=("language_model.", ""), entries=_KIMI_ENTRIES),
     **dict.fromkeys(("llama", "ministral3", "mistral", "phi3"), _TENSOR_SCALES),
     "minimax_m2": EngineClass(QKV_GATE_UP, keys=_minimax_keys),
-    # It joins the indexer's projections as a layer of their own.
+    # It joins the indexer's projections as a separate layer.
     "minimax_m3_vl": EngineClass(
         inside=(("block_sparse_moe", "mlp"), *((f"index_{one}_proj", "index_qkv_proj") for one in "qk"))
     ),

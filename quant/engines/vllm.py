@@ -18,7 +18,7 @@ _DEEPSEEK_V4_PARTS = (
 )
 
 CLASSES: Mapping[str, EngineClass] = {
-    # Without the key, it takes experts in MXFP4.
+    # Without the key, it expects experts in MXFP4.
     "deepseek_v4": EngineClass(inside=_DEEPSEEK_V4_PARTS, cache_dtype="fp8", fp8_keys={"expert_dtype": "fp8"}),
     **dict.fromkeys(("gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), _TOWER_ADAPTERS),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
@@ -30,7 +30,7 @@ CLASSES: Mapping[str, EngineClass] = {
             ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
             ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
         ),
-        fp8_blocks=False,  # it takes `weight_scale_inv` for the scales of MXFP8
+        fp8_blocks=False,  # it treats `weight_scale_inv` as the scales of MXFP8
     ),
     "mistral3": EngineClass(fp8_blocks=False),
     "qwen3_moe": EngineClass(packs_routers=True),

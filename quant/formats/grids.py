@@ -28,7 +28,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 
 SMALLEST_QMAX7_SCALE = 1e-5
-_BLOCK = 1 << 20  # weights quantized at a time: float32 temporaries stay in the cache, whatever the matrix
+_BLOCK = 1 << 20  # weights quantized at a time: float32 temporaries stay in the cache
 _STEPS, _GRID, _NORM = 20, 100, 2.4  # of the search for a narrower range
 
 
@@ -41,10 +41,7 @@ class Codes(NamedTuple):
 
 
 def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> Codes:
-    """Quantizes [rows, columns] in bfloat16, float16 or float32.
-
-    Raises CkptkitError, with the tensor's `name`, as `check` does, and for a scale that is not finite.
-    """
+    """Quantizes [rows, columns]. Raises CkptkitError, with the `name`, as `check`, and for a non-finite scale."""
     check(weight, scheme, name)
     rows, columns = weight.shape
     groups = weight.reshape(rows, scheme.groups(columns), scheme.group_size or columns)
@@ -70,21 +67,19 @@ def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> C
 
 
 def check_matrix(weight: Tensor, name: str) -> None:
-    """Raises CkptkitError, naming the tensor, for what is not a float matrix."""
+    """Raises CkptkitError, naming the tensor, unless it is a float matrix."""
     if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
+        message = f"{name} is {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+        raise CkptkitError(message, "only matrices in bfloat16, float16 or float32 can be quantized")
 
 
 def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
-    """Raises CkptkitError unless the weight is a float matrix whose columns divide into groups and words."""
+    """Raises CkptkitError unless the weight is a float matrix with columns that divide into groups and words."""
     check_matrix(weight, name)
     if weight.shape[1] % scheme.divisor:
-        what = f"groups of {scheme.group_size}" if scheme.group_size else f"words of {scheme.divisor} codes"
-        raise CkptkitError(
-            f"{name}: {weight.shape[1]} input features do not divide into {what}",
-            "choose a smaller group or ignore the tensor",
-        )
+        parts = f"groups of {scheme.group_size}" if scheme.group_size else f"words of {scheme.divisor} codes"
+        message = f"{name}: {weight.shape[1]} input features do not divide into {parts}"
+        raise CkptkitError(message, "choose a smaller group or ignore the tensor")
 
 
 def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
@@ -93,8 +88,8 @@ def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
         return CkptkitError(
             f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
         )
-    what = f"{name} holds weights so large that a scale overflows {str(dtype).removeprefix('torch.')}"
-    return CkptkitError(what, "use symmetric scales, or --scale-dtype float32, or ignore it")
+    message = f"{name} holds weights so large that a scale overflows {str(dtype).removeprefix('torch.')}"
+    return CkptkitError(message, "use symmetric scales, or --scale-dtype float32, or ignore it")
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
@@ -148,8 +143,8 @@ def _shrunken(groups: Tensor, low: Tensor, high: Tensor, symmetric: bool, stored
 
     `groups`: [rows, groups, size]; `low`, `high` and the result: [rows, groups]. The range is multiplied by 1, 0.99,
     ... 0.81; the first with the smallest sum of |rounded - weight| ** 2.4 wins. Source: llm-compressor's
-    `memoryless_mse` observer with its defaults. That one sums in the weight's dtype and stops after five steps that
-    help no group. Here sums are float64, so that their order does not matter, and every step is tried.
+    `memoryless_mse` observer, which sums in the weight's dtype and stops after five steps without improvement. Here
+    sums are float64, so that their order does not matter, and every step is tried.
     """
     best_low, best_high = low, high
     least = torch.full(low.shape, torch.inf, dtype=torch.float64, device=low.device)

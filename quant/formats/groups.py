@@ -1,6 +1,6 @@
-"""Reads config_groups of a compressed-tensors config: which modules each is for, and what readers refuse of them.
+"""Reads the config_groups of a compressed-tensors config: their modules, and the parts that readers refuse.
 
-Several groups may quantize a model: INT4 beside FP8, or INT4 in several group sizes. Imports no compressed-tensors.
+Several groups may quantize a model: INT4 and FP8, or INT4 in several group sizes. Imports no compressed-tensors.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from ckptkit.quant.formats.scheme import FORMAT
 from ckptkit.quant.ignore.readers import BY_CLASS, SGLANG
 from ckptkit.quant.patterns import REGEX, matcher
 
-# What a group makes of its modules: packed integers, any other format, or nothing.
+# A group stores its modules as packed integers, in another format, or unquantized.
 Kind = Literal["packs", "other", "keeps"]
 # Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.
 PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
 _REFUSES_REORDERED = (0, 19)  # of compressed-tensors
 _IN_ORDER = ("weight", "static")
-_PLAIN = (None, "dense", "fakequant")  # formats in which weights are stored as they are
-_IN_WEIGHTS = ("weight_input", "weight_output")  # where a transform is a part of the stored weights
-# Models that none of these releases has a class for, by `model_type`. They run them with transformers' modules, and
-# rewrite `targets` and `ignore` as names of weights: "Linear" becomes "model.Linear". Source: SGLang's `ModelRegistry`
-# and `TransformersBase.hf_to_sglang_mapper`, run.
+_PLAIN = (None, "dense", "fakequant")  # formats with unquantized weights
+_IN_WEIGHTS = ("weight_input", "weight_output")  # locations of transforms that are part of the stored weights
+# Models without a class in these releases, by `model_type`. SGLang runs them with transformers' modules, and rewrites
+# `targets` and `ignore` as names of weights: "Linear" becomes "model.Linear". Source: SGLang's `ModelRegistry` and
+# `TransformersBase.hf_to_sglang_mapper`, run.
 RUN_BY_TRANSFORMERS = {"seed_oss": "SeedOssForCausalLM", "gemma4_unified_text": "Gemma4UnifiedForCausalLM"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """One config group: its `targets` (module names, `re:` patterns, classes) and what QuantizationArgs say of it."""
+    """One config group: its `targets` (module names, `re:` patterns, classes) and its QuantizationArgs."""
 
     targets: tuple[str, ...]
     weights: Mapping[str, Any]
     activations: bool
-    format: object = None  # of its own; None: that of the config
+    format: object = None  # None: that of the config
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The targets, each once."""
         return frozenset(self.targets)
 
     @cached_property
@@ -53,21 +52,21 @@ class Group:
 
     def naming(self, module: str) -> list[str]:
         """The targets that name a module itself, in their order."""
-        found = [target for target in self._patterns if matcher(target)(module)]
-        return sorted([*found, module], key=self.targets.index) if module in self.names else found
+        patterns = [target for target in self._patterns if matcher(target)(module)]
+        return sorted([*patterns, module], key=self.targets.index) if module in self.names else patterns
 
     @property
     def kind(self) -> Kind:
-        """Whether its modules are packed integers with activations as they are (W4A16, W8A16)."""
+        """Whether its modules are packed integers with plain activations (W4A16, W8A16)."""
         if not self.weights:
             return "keeps"
-        plain = self.weights.get("type", "int") == "int" and not self.activations
-        return "packs" if plain and self.weights.get("num_bits") in PACKED_BITS else "other"
+        is_plain = self.weights.get("type", "int") == "int" and not self.activations
+        return "packs" if is_plain and self.weights.get("num_bits") in PACKED_BITS else "other"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One entry of `targets`, and what its group makes of the modules that it matches."""
+    """One entry of `targets`, and the kind of its group."""
 
     pattern: str
     kind: Kind
@@ -79,7 +78,7 @@ LINEAR = (Target("Linear", "packs"),)
 
 @dataclass(frozen=True)
 class Refusal:
-    """What `readers` refuse of a quantization_config that others take, and the next move."""
+    """A part of a quantization_config that some readers refuse, and the next move."""
 
     readers: tuple[str, ...]
     what: str
@@ -87,10 +86,7 @@ class Refusal:
 
 
 def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The config groups of a config.json in their order.
-
-    Raises CkptkitError for groups that are not as compressed-tensors writes them.
-    """
+    """The config groups of a config.json in order. Raises CkptkitError unless compressed-tensors could write them."""
     content = quantization_of(config)
     groups = content.get("config_groups") if isinstance(content, Mapping) else None
     if not isinstance(groups, Mapping) or not all(
@@ -99,10 +95,8 @@ def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
         and isinstance(group.get("weights") or {}, Mapping)
         for group in groups.values()
     ):
-        raise CkptkitError(
-            f"config.json: config_groups are not as compressed-tensors writes them: {shortened(groups)}",
-            "restore config.json from the release",
-        )
+        message = f"config.json: config_groups are not as compressed-tensors writes them: {shortened(groups)}"
+        raise CkptkitError(message, "restore config.json from the release")
     return tuple(
         Group(
             tuple(map(str, group["targets"])),
@@ -115,7 +109,7 @@ def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
 
 
 def is_cache_calibrated(content: Any) -> bool:
-    """Whether a quantization_config is compressed-tensors' with a cache of keys and values whose scales are stored."""
+    """Whether a quantization_config is compressed-tensors' with stored scales of a cache of keys and values."""
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         return False
     scheme = content.get("kv_cache_scheme")
@@ -123,21 +117,15 @@ def is_cache_calibrated(content: Any) -> bool:
 
 
 def targets_of(groups: Sequence[Group]) -> tuple[Target, ...]:
-    """The targets of all groups, each once and in the order that engines try them in.
-
-    Of groups with one and the same target the last counts: readers keep them by target.
-    """
-    found = {
-        target: Target(target, group.kind, number) for number, group in enumerate(groups) for target in group.targets
-    }
-    return tuple(found.values())
+    """The targets of all groups in the order of engines; of groups with the same target the last counts."""
+    pairs = [
+        (target, Target(target, group.kind, index)) for index, group in enumerate(groups) for target in group.targets
+    ]
+    return tuple(dict(pairs).values())
 
 
 def by_priority(targets: Iterable[Target]) -> list[Target]:
-    """The targets in the order that compressed-tensors tries them in: names, then expressions by the alphabet.
-
-    Source: compressed-tensors `utils/match.py`, `match_targets`.
-    """
+    """The targets as compressed-tensors `match_targets` (`utils/match.py`) sorts them: names before expressions."""
     return sorted(targets, key=lambda target: _priority(target.pattern))
 
 
@@ -146,19 +134,18 @@ def _priority(pattern: str) -> tuple[bool, str]:
 
 
 def group_of(groups: Sequence[Group], module: str) -> Group | None:
-    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class."""
+    """The group that quantizes a Linear module in compressed-tensors: its name counts before its class."""
     named = {target for group in groups for target in group.naming(module)}
     order = sorted(named, key=_priority) or ("Linear", "Module")
     return next((group for target in order for group in reversed(groups) if target in group.names), None)
 
 
 def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """What readers refuse or ignore of this config, though it is valid by itself.
+    """Yields the parts of a valid config that readers refuse or ignore. Raises CkptkitError as `groups_of`.
 
     Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`), of transformers 5.12.1
     (`tests/verify/checks/test_transformers_configs.py`) and of compressed-tensors 0.15.0.1 to 0.20.0,
-    `QuantizationArgs.validate_actorder`. What compressed-tensors refuses from a release on is asked of the installed
-    one. Raises CkptkitError as `groups_of`.
+    `QuantizationArgs.validate_actorder`; refusals of compressed-tensors depend on the installed release.
     """
     groups, content = groups_of(config), quantization_of(config)
     packed = [group.weights for group in groups if group.kind == "packs"]
@@ -179,7 +166,7 @@ def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
             SGLANG,
             f"format is {form!r}, and SGLang loads INT4 weights only where it is {FORMAT!r}",
             f"where {FORMAT} weights are stored (weight_packed, weight_scale, weight_shape), set `format` to "
-            f"{FORMAT!r}; the format of another group may stand in that group",
+            f"{FORMAT!r}; the format of another group may be set in that group",
         )
     if strategies := [name for name in map(_strategy, packed) if name not in ("group", "channel")]:
         yield Refusal(
@@ -191,24 +178,20 @@ def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if reordered and package_release("compressed-tensors") >= _REFUSES_REORDERED:
         yield Refusal(
             (*BY_CLASS, *SGLANG),
-            "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and every "
-            "engine beside it",
+            "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and so does "
+            "every engine with it",
             "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 accepts it",
         )
     if any(weights.get("actorder") in _IN_ORDER and _strategy(weights) == "channel" for weights in packed):
         yield Refusal(
-            ("vLLM 0.26",),  # the reader that is nearest
-            "actorder goes with one scale a row, which compressed-tensors refuses up to 0.15, as vLLM 0.19 to 0.22 "
-            "require it",
-            "set `actorder` to null: with one scale a row it says nothing",
+            ("vLLM 0.26",),  # the nearest reader
+            "actorder is set with one scale a row, which compressed-tensors refuses up to 0.15 (vLLM 0.19 to 0.22)",
+            "set `actorder` to null: with one scale a row it has no effect",
         )
 
 
 def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iterator[Refusal]:
-    """Weights that transformers does not decompress, by the status of the config or the format of a group.
-
-    It then keeps random numbers, or takes codes for weights. Engines read no status, and only vLLM a group's format.
-    """
+    """Weights that transformers does not decompress, but uses codes or random numbers; engines read no status."""
     status, form = content.get("quantization_status", "initialized"), content.get("format")
     if status != "compressed" and form not in _PLAIN and any(group.weights for group in groups):
         is_there = "quantization_status" in content
@@ -236,15 +219,11 @@ def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iter
 
 
 def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Parts of the config that change what weights mean, and that readers leave out.
-
-    Transforms of weights alone are a part of what is stored. Source: compressed-tensors `TransformLocation.is_online`
-    and `ModelCompressor.from_compression_config`; SGLang 0.5.16 `compressed_tensors.py`.
-    """
-    if places := list(_applied(content.get("transform_config"))):
+    """Ignored settings that change the meaning of weights. Source: compressed-tensors `TransformLocation.is_online`."""
+    if locations := list(_online_transforms(content.get("transform_config"))):
         yield Refusal(
             ("transformers", "SGLang 0.5.16"),
-            f"transform_config has transforms of {' and '.join(dict.fromkeys(places))}, which transformers 5.12 and "
+            f"transform_config has transforms of {' and '.join(dict.fromkeys(locations))}, which transformers 5.12 and "
             "SGLang 0.5.16 do not apply",
             "serve it with an engine that applies them, or quantize again without; if the weights were not "
             "transformed, remove transform_config",
@@ -268,29 +247,26 @@ def find_rounded_activations(content: Mapping[str, Any]) -> Iterator[Refusal]:
     for key, scheme in schemes:
         bits = scheme.get("num_bits") if isinstance(scheme, Mapping) and scheme.get("type", "int") == "int" else None
         if isinstance(bits, int) and bits < 8:
-            yield Refusal(
-                ("transformers",),
-                f"{key} has integers of {bits} bits: transformers rounds to them, and answers as another model",
-                f"set {key} to null, unless that is meant",
-            )
+            message = f"{key} has integers of {bits} bits: transformers rounds to them, and answers as another model"
+            yield Refusal(("transformers",), message, f"set {key} to null, unless that is meant")
 
 
-def _applied(transforms: Any) -> Iterator[str]:
-    """Where transforms are applied while the model runs, such as "input"."""
+def _online_transforms(transforms: Any) -> Iterator[str]:
+    """The locations of transforms that are applied while the model runs, such as "input"."""
     groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
     if groups and not isinstance(groups, Mapping):
         yield "an unknown form"
         return
     for scheme in (groups or {}).values():
-        several = scheme.get("apply") if isinstance(scheme, Mapping) else None
-        for one in several if isinstance(several, list) else [None]:
-            place = one.get("location") if isinstance(one, Mapping) else None
-            if place not in _IN_WEIGHTS:
-                yield shortened(place) if place is not None else "an unknown place"
+        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for one in applied if isinstance(applied, list) else [None]:
+            location = one.get("location") if isinstance(one, Mapping) else None
+            if location not in _IN_WEIGHTS:
+                yield shortened(location) if location is not None else "an unknown place"
 
 
 def _rewritten(config: Mapping[str, Any]) -> bool:
-    """Whether SGLang runs the model with transformers' modules, and a target is not the whole name of one."""
+    """Whether SGLang runs the model with transformers' modules, and a target is not the full name of one."""
     classes = config.get("architectures") or [RUN_BY_TRANSFORMERS.get(str(config.get("model_type")))]
     if not isinstance(classes, list) or any(one not in RUN_BY_TRANSFORMERS.values() for one in classes):
         return False
@@ -299,6 +275,6 @@ def _rewritten(config: Mapping[str, Any]) -> bool:
 
 
 def _strategy(weights: Mapping[str, Any]) -> object:
-    """The strategy, or what compressed-tensors takes for it where there is none."""
+    """The strategy, or compressed-tensors' default for it."""
     size = weights.get("group_size")
     return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")

@@ -15,17 +15,14 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
 
-# What to do about two configs that differ.
+# The hint for two configs that differ.
 TWO_CONFIGS = (
     f"write both from one config, or remove {MODELOPT_CONFIG}: SGLang and vLLM read config.json, TensorRT-LLM the other"
 )
 
 
 def unify_configs(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config with a quantization_config: its own, else that of hf_quant_config.json, both in one form.
-
-    ModelOpt's `exclude_modules` of a nested config is called `ignore` there, as every reader takes it.
-    """
+    """The config with its quantization_config or that of hf_quant_config.json, with `exclude_modules` as `ignore`."""
     content = quantization_of(config)
     if content is None and (path / MODELOPT_CONFIG).exists():
         content = read_json(path / MODELOPT_CONFIG)
@@ -33,17 +30,15 @@ def unify_configs(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         return dict(config)
     nested = content.get("quantization")
     if isinstance(nested, Mapping):
-        listed = nested.get("exclude_modules") or []
-        content = {"quant_method": "modelopt", **nested, "ignore": listed}
+        content = {"quant_method": "modelopt", **nested, "ignore": nested.get("exclude_modules") or []}
         content.pop("exclude_modules", None)
     return {**config, "quantization_config": dict(content)}
 
 
 def differing_configs(path: Path) -> dict[str, str]:
-    """The settings that config.json and hf_quant_config.json declare differently, where both are there.
+    """A clause for each setting that config.json and hf_quant_config.json declare differently, if both exist.
 
-    By setting, a clause with both values; under "file", why hf_quant_config.json cannot be read. Raises CkptkitError
-    where config.json cannot.
+    Under "file": the reason why hf_quant_config.json cannot be read. Raises CkptkitError if config.json cannot.
     """
     if not (path / MODELOPT_CONFIG).exists():
         return {}
@@ -62,12 +57,8 @@ def differing_configs(path: Path) -> dict[str, str]:
         "group_size": [(size, f"group_size is {size}") for one in (ours, theirs) if (size := _group_size(one))],
         "kv_cache": [_cache(ours, "kv_cache_scheme"), _cache(theirs, "kv_cache_quant_algo")],
     }
-    found = {
-        what: _both(several[0][1], several[1][1])
-        for what, several in pairs.items()
-        if len(several) == 2 and several[0][0] != several[1][0]
-    }
-    return found | _differing_modules(ours, theirs)
+    differing = {key: pair for key, pair in pairs.items() if len(pair) == 2 and pair[0][0] != pair[1][0]}
+    return {key: _both(pair[0][1], pair[1][1]) for key, pair in differing.items()} | _differing_modules(ours, theirs)
 
 
 def _both(ours: str, theirs: str) -> str:
@@ -83,10 +74,7 @@ def _upper(value: object) -> str:
 
 
 def _cache(content: Mapping[str, Any], usual: str) -> tuple[str, str]:
-    """How the cache of keys and values is quantized, and the setting that declares it; `usual`: where that is missing.
-
-    Source: SGLang 0.5.16 `ModelOptFp8Config.from_config` and `ModelOptFp4Config.from_config`.
-    """
+    """The cache's format and the setting that declares it. Source: SGLang 0.5.16 `ModelOptFp8Config.from_config`."""
     scheme = content.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         kind, bits = scheme.get("type"), scheme.get("num_bits")
@@ -100,24 +88,22 @@ def _differing_modules(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> di
     """The list of unquantized modules, and the formats of single modules of mixed precision."""
     found: dict[str, str] = {}
     if (first := _listed(ours)) != (second := _listed(theirs)):
-        counts = [_others(one, other) for one, other in ((first, second), (second, first))]
-        found["ignore"] = _both(f"ignore has {counts[0]}", f"exclude_modules has {counts[1]}")
-    mine, others = ours.get("quantized_layers"), theirs.get("quantized_layers")
-    if isinstance(mine, Mapping) and isinstance(others, Mapping) and mine != others:
-        module = next(name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name))
-        texts = [f"quantized_layers has {shortened(one.get(module))} for {module}" for one in (mine, others)]
-        found["quantized_layers"] = _both(texts[0], texts[1])
+        found["ignore"] = _both(f"ignore has {_extra(first - second)}", f"exclude_modules has {_extra(second - first)}")
+    layers, other_layers = ours.get("quantized_layers"), theirs.get("quantized_layers")
+    if isinstance(layers, Mapping) and isinstance(other_layers, Mapping) and layers != other_layers:
+        module = next(name for name in sorted({*layers, *other_layers}) if layers.get(name) != other_layers.get(name))
+        texts = [f"quantized_layers has {shortened(one.get(module))} for {module}" for one in (layers, other_layers)]
+        found["quantized_layers"] = _both(*texts)
     return found
 
 
-def _others(names: set[str], others: set[str]) -> str:
-    extra = sorted(names - others)
-    return f"{len(extra)} other entries, such as {extra[0]!r}" if extra else "no other entry"
+def _extra(names: set[str]) -> str:
+    return f"{len(names)} other entries, such as {min(names)!r}" if names else "no other entry"
 
 
 def _listed(content: Mapping[str, Any]) -> set[str]:
-    found = content.get("ignore", content.get("exclude_modules"))
-    return set(map(str, found)) if isinstance(found, list) else set()
+    entries = content.get("ignore", content.get("exclude_modules"))
+    return set(map(str, entries)) if isinstance(entries, list) else set()
 
 
 def _group_size(content: Mapping[str, Any]) -> int | None:
@@ -125,6 +111,5 @@ def _group_size(content: Mapping[str, Any]) -> int | None:
     groups = content.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
-    inner = weights.get("group_size") if isinstance(weights, Mapping) else None
-    size = content.get("group_size", inner)
+    size = content.get("group_size", weights.get("group_size") if isinstance(weights, Mapping) else None)
     return size if isinstance(size, int) else None

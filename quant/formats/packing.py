@@ -72,10 +72,10 @@ def unpack_zero_point(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Packed(NamedTuple):
-    """An INT4 matrix as it is stored.
+    """The stored parts of an INT4 matrix.
 
     `words`: int32 [rows, columns / 8]. `scale`: [rows, groups], in the scheme's scale dtype or the weight's.
-    `zero_point`: int32 [ceil(rows / 8), groups], packed along the rows as compressed-tensors does; None when symmetric.
+    `zero_point`: int32 [ceil(rows / 8), groups], packed along the rows as in compressed-tensors; None if symmetric.
     """
 
     words: Tensor
@@ -91,12 +91,11 @@ class Packed(NamedTuple):
 # Which of eight rows each nibble of a word holds, lowest nibble first: AWQ's order.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _EXPERTS = ".experts."
-# Inputs of a tile of SGLang's Marlin kernel for experts, which chooses the smaller or the larger by how many fit a GPU
-# (on an H100 the smaller). Of each tile it reads one group's zero points, and takes those of further groups from memory
-# that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and 0.5.23, whose `zp_sh_wr_pred` covers one
-# group; that of dense layers is without the fault.
+# Inputs of a tile of SGLang's Marlin kernel for experts, which chooses one by how many fit a GPU (on an H100 the
+# smaller). It reads the zero points of one group a tile, and those of further groups from uninitialized memory. Source:
+# `zp_sh_wr_pred` of `marlin_moe/marlin_template.h` in 0.5.16 and 0.5.23; the kernel of dense layers is correct.
 SMALL_TILE, LARGE_TILE = 64, 128
-_READ_AS_STORED = frozenset({"vllm", "transformers"})  # readers that take compressed-tensors' own layout
+_READ_AS_STORED = frozenset({"vllm", "transformers"})  # readers of compressed-tensors' own layout
 
 
 def is_expert(name: str) -> bool:
@@ -105,10 +104,10 @@ def is_expert(name: str) -> bool:
 
 
 def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Sequence[str]) -> bool:
-    """Whether to store the zero points of routed experts in SGLang's layout, which no other reader takes.
+    """Whether to store the zero points of routed experts in SGLang's layout, which no other reader supports.
 
-    `has_experts`: whether routed experts are quantized. Raises CkptkitError when they need zero points and `readers` is
-    neither SGLang alone nor without it: no layout suits SGLang and another reader. slime and miles send weights to it.
+    `has_experts`: whether routed experts are quantized. Raises CkptkitError if they need zero points and `readers` has
+    SGLang and another reader: no layout suits both. slime and miles send weights to SGLang.
     """
     if scheme.symmetric or not has_experts or (readers and _READ_AS_STORED.issuperset(readers)):
         return False
@@ -121,9 +120,8 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
             )
         return True
     raise CkptkitError(
-        "SGLang reads the zero points of routed experts in another layout "
-        "than compressed-tensors stores and every other reader takes",
-        "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm",
+        "SGLang reads the zero points of routed experts in another layout than compressed-tensors and other readers",
+        "quantize symmetrically; or, for only one engine, use --reader sglang or --reader vllm",
     )
 
 
@@ -131,14 +129,11 @@ def to_sglang_zero_points(zero_point: Tensor, rows: int, name: str) -> Tensor:
     """Converts int32 [ceil(rows / 8), groups] (compressed-tensors) to int32 [groups, rows / 8] (SGLang).
 
     A word of the result holds eight rows in AWQ's order. Raises CkptkitError when the rows do not fill words.
-    Source: SGLang `moe_awq_to_marlin_zero_points`, which takes this layout, and `FusedMoE.weight_loader`, which
-    transposes everything but zero points.
+    Source: SGLang `moe_awq_to_marlin_zero_points`, and `FusedMoE.weight_loader`, which transposes all but zero points.
     """
     if rows % CODES_PER_WORD:
-        raise CkptkitError(
-            f"{name}: {rows} output features do not fill words of {CODES_PER_WORD} zero points",
-            "quantize symmetrically, or ignore it",
-        )
+        message = f"{name}: {rows} output features do not fill words of {CODES_PER_WORD} zero points"
+        raise CkptkitError(message, "quantize symmetrically, or ignore it")
     groups = zero_point.shape[1]
     codes = unpack_zero_point(zero_point, (rows, groups)).T.reshape(groups, rows // CODES_PER_WORD, CODES_PER_WORD)
     return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))
@@ -161,7 +156,7 @@ class PackedInt4:
     """One variant of packed INT4."""
 
     parts: ClassVar[tuple[str, ...]] = INT4_ENDINGS  # endings of a packed weight's parts
-    group: int | None  # neighbours in a row that share a scale; None: one scale a row
+    group: int | None  # neighbours in a row that share a scale, or None for one scale a row
     symmetric: bool
     unused: tuple[str, ...] = ()  # endings of tensors that quantize activations
     sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout
@@ -170,30 +165,21 @@ class PackedInt4:
     def words(self) -> str:
         """The format in a few words."""
         each = "row" if self.group is None else f"{self.group} weights"
-        return (
-            f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, "
-            f"one scale for each {each})"
-        )
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"INT4 (compressed-tensors pack-quantized, {kind}, one scale for each {each})"
 
     def steps(self, release: Release) -> Iterator[Step]:
         """Yields a step for every packed weight, which turns its parts into the weight."""
-        for spec in release.specs.values():
-            if spec.name.endswith(PACKED):
-                yield self._step(release, spec)
+        return (self._step(release, spec) for spec in release.specs.values() if spec.name.endswith(PACKED))
 
     def _step(self, release: Release, packed: TensorSpec) -> Step:
         module, of_sglang = packed.name.removesuffix(PACKED), self.sglang_experts and is_expert(packed.name)
-        parts = [
-            release.require(module + ending, packed.name)
-            for ending in (SCALE, SHAPE, *([] if self.symmetric else [ZERO_POINT]))
-        ]
+        endings = (SCALE, SHAPE) if self.symmetric else (SCALE, SHAPE, ZERO_POINT)
+        parts = [release.require(module + ending, packed.name) for ending in endings]
         scale, stored_shape = parts[:2]
         if len(packed.shape) != 2 or len(scale.shape) != 2:
-            raise release.refused(
-                packed.name,
-                f"with {scale} is not a packed matrix",
-                "only one matrix a module is supported, not fused experts",
-            )
+            hint = "only one matrix a module is supported, not fused experts"
+            raise release.refused(packed.name, f"with {scale} is not a packed matrix", hint)
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
         release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
@@ -221,10 +207,9 @@ def _dequantized(
 ) -> list[Tensor]:
     words, scales, stored, *zero = tensors
     if tuple(stored.tolist()) != shape:
-        hint = "config.json states another group size, or one part belongs to another weight: restore both"
-        raise release.refused(
-            stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint
-        )
+        hint = "config.json declares another group size, or one part belongs to another weight: restore both"
+        reason = f"is {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}"
+        raise release.refused(stored_shape, reason, hint)
     release.check_finite(scale.name, scales * _MAX_DISTANCE)
     if not zero:
         return [unpacked(words, scales, shape)]
@@ -245,7 +230,6 @@ def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: 
     weight = torch.empty(shape, dtype=scales.dtype)
     for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):
         at = slice(begin, end)
-        weight[at] = dequantize(
-            unpack(words[at], (end - begin, columns)), scales[at], None if zero_point is None else zero_point[at]
-        )
+        zero = None if zero_point is None else zero_point[at]
+        weight[at] = dequantize(unpack(words[at], (end - begin, columns)), scales[at], zero)
     return weight

@@ -1,10 +1,9 @@
 """Names of the tensors that store a quantized weight. Imports no torch.
 
 INT4 (compressed-tensors) replaces `N.weight` by `N.weight_packed`, `N.weight_scale`, `N.weight_shape`,
-`N.weight_zero_point` if the grid is asymmetric, and `N.weight_g_idx` if columns were reordered.
-FP8 keeps `N.weight`, with `N.weight_scale_inv` or `N.weight_scale` beside it.
-MXFP4 (gpt-oss) replaces `N` by `N_blocks` and `N_scales`. `ckptkit.quant.formats.floats.layout` has all spellings of
-floats.
+`N.weight_zero_point` if the grid is asymmetric, and `N.weight_g_idx` if columns were reordered. FP8 keeps `N.weight`
+and adds `N.weight_scale_inv` or `N.weight_scale`. MXFP4 (gpt-oss) replaces `N` by `N_blocks` and `N_scales`.
+`ckptkit.quant.formats.floats.layout` has all spellings of floats.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX = INT4_ENDINGS = tuple(f".{part}" for pa
 
 FP8_SCALE_INV, FP8_SCALE = "_scale_inv", "_scale"  # after the weight's own name
 WEIGHT_SCALE_INV = f"weight{FP8_SCALE_INV}"
-# NVFP4's scale of a whole tensor (ModelOpt; compressed-tensors), and scales of activations.
+# NVFP4's scale of a tensor (ModelOpt; compressed-tensors), and scales of activations.
 SCALE_2, GLOBAL_SCALE = "_scale_2", "_global_scale"
 INPUT_SCALES = (".input_scale", ".activation_scale")
 MISTRAL_SCALE, MISTRAL_INPUT = ".qscale_weight", ".qscale_act"
@@ -27,7 +26,7 @@ MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # after the name of the exper
 
 
 def packed_in(names: Iterable[str]) -> Iterator[str]:
-    """Yields the modules whose `weight_packed` is among these names."""
+    """Yields the modules with a `weight_packed` among these names."""
     return (name.removesuffix(PACKED) for name in names if name.endswith(PACKED))
 
 

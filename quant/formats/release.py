@@ -1,4 +1,4 @@
-"""Describes a quantized release by its headers, finds its weights in low-precision floats, and dequantizes these."""
+"""Describes a quantized release by its headers, and finds and dequantizes its weights in low-precision floats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAMAGED = "download or copy this file again; if it is as released, the release i
 
 @dataclass(frozen=True)
 class Release:
-    """The tensors of a quantized checkpoint at `where`, and the file of each as far as files are known."""
+    """The tensors of a quantized checkpoint at `where`, and the file of each, if known."""
 
     where: str
     specs: Mapping[str, TensorSpec]
@@ -36,31 +36,27 @@ class Release:
         return cls(where, source.specs, {name: shard.path for shard in shards for name in shard.specs})
 
     def location(self, name: str) -> str:
-        """Returns the file that holds a tensor, or `where` when it is not known."""
+        """Returns the file that holds a tensor, or `where` if it is not known."""
         return str(self.files.get(name, self.where))
 
     def refused(self, name: str, why: str, hint: str) -> CkptkitError:
         """Returns an error that names a tensor, its shape and dtype, and its file."""
         return CkptkitError(f"{self.location(name)}: {self.specs.get(name, name)} {why}", hint)
 
-    def require(self, name: str, beside: str) -> TensorSpec:
-        """Returns the tensor `name`, which `beside` needs. Raises CkptkitError when it is missing."""
+    def require(self, name: str, needed_by: str) -> TensorSpec:
+        """Returns the tensor `name`. Raises CkptkitError if it is missing."""
         if name not in self.specs:
-            raise self.refused(
-                beside,
-                f"has no {name} next to it",
-                "a shard is missing or stale: compare the names with the release's index",
-            )
+            hint = "a shard is missing or stale: compare the names with the release's index"
+            raise self.refused(needed_by, f"has no {name} next to it", hint)
         return self.specs[name]
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], *why: object) -> None:
-        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why`: what implies them."""
+        """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why`: their causes."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
             reason = f"must be {list(shape)} {' or '.join(dtypes)}, by {' and '.join(map(str, why))}"
-            raise self.refused(
-                name, reason, "config.json belongs to other weights, or the shard is wrong: restore both"
-            )
+            hint = "config.json belongs to other weights, or the shard is wrong: restore both"
+            raise self.refused(name, reason, hint)
 
     def check_finite(self, name: str, values: Tensor) -> None:
         """Raises CkptkitError for NaN or infinity in `values`, the largest that this tensor can produce."""
@@ -68,7 +64,7 @@ class Release:
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
 
 
-CACHE_SCALES = tuple(f".{which}_{what}" for which in "kvq" for what in ("scale", "zero_point"))
+CACHE_SCALES = tuple(f".{letter}_{part}" for letter in "kvq" for part in ("scale", "zero_point"))
 
 
 @dataclass(frozen=True)
@@ -78,23 +74,23 @@ class StoredWeight:
     name: str  # of the plain weight
     layout: Layout
     codes: TensorSpec
-    shape: tuple[int, ...] | None  # of the weight, [..., rows, columns]; None: the codes are of no matrix
-    scale: str  # the name that is stored or, where none is, the usual one
+    shape: tuple[int, ...] | None  # of the weight, [..., rows, columns], or None if the codes are not those of a matrix
+    scale: str  # the stored name, or the usual one if no scale is stored
     second: str | None
     inputs: tuple[str, ...]
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Names of the parts without which the weight has no value, the codes first."""
+        """Names of the parts that the weight is computed from, the codes first."""
         return (self.codes.name, self.scale, *([self.second] if self.second else []))
 
 
 @dataclass(frozen=True)
 class Floats:
-    """A release's formats. `of_module`: the layout that config.json names for a module, where it has several."""
+    """The formats of a release."""
 
     layouts: tuple[Layout, ...]
-    of_module: Callable[[str], Layout | None] | None = None
+    of_module: Callable[[str], Layout | None] | None = None  # the layout that config.json declares for a module
     cache: bool = False  # whether scales of a key-value cache may be stored
 
     @cached_property
@@ -104,48 +100,40 @@ class Floats:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Endings of tensor names that only make sense beside a quantized weight."""
+        """Endings of tensor names that only parts of a quantized weight have."""
         return tuple(dict.fromkeys(part for layout in self.layouts for part in layout.parts))
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
         """Endings of tensors that quantize activations or a cache, which plain weights do not need."""
-        found = [ending for layout in self.layouts for ending in layout.inputs]
-        return tuple(dict.fromkeys((*found, *(CACHE_SCALES if self.cache else ()))))
+        endings = [ending for layout in self.layouts for ending in layout.inputs]
+        return tuple(dict.fromkeys((*endings, *(CACHE_SCALES if self.cache else ()))))
 
     @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        """Endings of parts other than codes."""
-        found = (ending for layout in self.layouts for ending in (*layout.scales, layout.second))
-        return tuple(dict.fromkeys(filter(None, found)))
+    def _scale_endings(self) -> tuple[str, ...]:
+        return tuple({ending for layout in self.layouts for ending in (*layout.scales, layout.second) if ending})
 
     def weights(self, specs: Mapping[str, TensorSpec]) -> Iterator[StoredWeight]:
         """Yields every weight that is stored in codes."""
-        for spec in specs.values():
-            if (found := self.weight(spec, specs)) is not None:
-                yield found
+        return filter(None, (self.weight(spec, specs) for spec in specs.values()))
 
     def weight(self, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight | None:
-        """Returns the weight whose codes this tensor holds; None where it holds none."""
-        if codes.name.endswith(self._ends):
-            return None
+        """Returns the weight that this tensor has the codes of, or None if it has no codes."""
         fitting = [layout for layout in self.layouts if layout.is_codes(codes)]
-        if not fitting:
+        if not fitting or codes.name.endswith(self._scale_endings):
             return None
         if len(fitting) > 1 and self.of_module is not None:
-            module = fitting[0].weight(codes.name).removesuffix(".weight")
-            stated = self.of_module(module)
-            fitting = [stated] if stated in fitting else fitting
-        several = [_stored(layout, codes, specs) for layout in fitting]
-        return next((one for one in several if wrong_scale(one, specs) is None), several[0])
+            declared = self.of_module(fitting[0].weight(codes.name).removesuffix(".weight"))
+            fitting = [declared] if declared in fitting else fitting
+        candidates = [_stored_weight(layout, codes, specs) for layout in fitting]
+        return next((one for one in candidates if wrong_scale(one, specs) is None), candidates[0])
 
     def steps(self, release: Release) -> Iterator[Step]:
         """Yields a step for every weight, which turns its parts into bfloat16."""
-        for stored in self.weights(release.specs):
-            yield step_of(release, stored)
+        return (step_of(release, stored) for stored in self.weights(release.specs))
 
 
-def _stored(layout: Layout, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight:
+def _stored_weight(layout: Layout, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight:
     name = layout.weight(codes.name)
     names = [layout.part_name(name, ending) for ending in layout.scales]
     scale = next((one for one in names if one in specs), names[0])
@@ -155,7 +143,7 @@ def _stored(layout: Layout, codes: TensorSpec, specs: Mapping[str, TensorSpec]) 
 
 
 def wrong_scale(stored: StoredWeight, specs: Mapping[str, TensorSpec]) -> str | None:
-    """Returns the shape and dtypes that the stored scale should have, in words; None where it is as it should be."""
+    """Returns the shape and dtypes that the stored scale should have, in words, or None if it is right."""
     spec = specs.get(stored.scale)
     if stored.shape is None or spec is None:
         return "a matrix and its scale"
@@ -165,7 +153,7 @@ def wrong_scale(stored: StoredWeight, specs: Mapping[str, TensorSpec]) -> str | 
 
 
 def step_of(release: Release, stored: StoredWeight) -> Step:
-    """Returns what dequantizes a weight. Raises CkptkitError, naming tensor and file, for parts that do not fit."""
+    """Returns the step that dequantizes a weight. Raises CkptkitError, naming tensor and file, for unfitting parts."""
     layout, codes, shape = stored.layout, stored.codes, stored.shape
     if layout.axes == "groups" and (shape is None or codes.dtype != "uint8"):
         reason = f"must be [experts, rows, groups, {PACKED_GROUP}] uint8"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Grid = Literal["qmax7", "minmax"]
 Search = Literal["none", "mse"]
 
-# Values of actorder with which GPTQ stores columns in their own order: only the codes differ from rounding to nearest.
+# Values of actorder with which GPTQ stores columns in order: only the codes differ from rounding to nearest.
 IN_ORDER = (None, False, "weight", "static")
 GROUP_SIZES = (32, 64, 128)
 GRIDS: tuple[Grid, ...] = ("qmax7", "minmax")
@@ -28,9 +28,9 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16")
 BITS = 4
 CODES_PER_WORD = 32 // BITS
 FORMAT = "pack-quantized"
-# A key of observer_kwargs; "sglang" where routed experts' zero points have the layout that only SGLang reads.
+# A key of observer_kwargs; "sglang" if routed experts' zero points have the layout that only SGLang reads.
 EXPERTS_ZERO_POINTS = "experts_zero_points"
-# Another; true where scales of an INT4 checkpoint on another or an unknown grid were kept, so `grid` is only of others.
+# Another; true if some scales were kept from an INT4 checkpoint on another or an unknown grid than `grid`.
 KEPT_SCALES = "kept_scales"
 
 
@@ -42,34 +42,29 @@ class QuantScheme:
     `check_entries` refuses.
     """
 
-    name: ClassVar[str] = "w4a16"  # as `--quantize` takes it
+    name: ClassVar[str] = "w4a16"  # the value of `--quantize`
     title: ClassVar[str] = "INT4"  # in messages
-    group_size: int | None  # neighbours along the input dimension that share a scale; None: one scale a row
+    group_size: int | None  # neighbours along the input dimension that share a scale, or None for one scale a row
     grid: Grid
     ignore: tuple[str, ...] = ()  # in the pattern language of compressed-tensors
     symmetric: bool = True
     search: Search = "none"
-    scale_dtype: torch.dtype | None = None  # of stored scales; None: the weight's own
+    scale_dtype: torch.dtype | None = None  # of stored scales, or None for the weight's
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise CkptkitError(
-                f"group size {self.group_size} is not supported",
-                f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row",
-                code="unsupported",
-            )
-        for what, value, known in (("grid", self.grid, GRIDS), ("search", self.search, SEARCHES)):
+            hint = f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row"
+            raise CkptkitError(f"group size {self.group_size} is not supported", hint, code="unsupported")
+        for option, value, known in (("grid", self.grid, GRIDS), ("search", self.search, SEARCHES)):
             if value not in known:
-                raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(known)}")
+                raise CkptkitError(f"unknown {option} {value!r}", f"choose one of {', '.join(known)}")
         if self.scale_dtype is not None and dtype_name(self.scale_dtype) not in SCALE_DTYPES:
             raise CkptkitError(f"unknown scale dtype {self.scale_dtype}", f"choose one of {', '.join(SCALE_DTYPES)}")
         if self.grid == "qmax7" and not self.symmetric:
             raise CkptkitError("the qmax7 grid is symmetric", "asymmetric scales go with the minmax grid")
         if self.grid == "qmax7" and self.search != "none":
-            raise CkptkitError(
-                "a search would leave the qmax7 grid, which is the one that training rounds to",
-                "search with the minmax grid",
-            )
+            message = "a search would leave the qmax7 grid, which is the one that training rounds to"
+            raise CkptkitError(message, "search with the minmax grid")
         check_entries(self.ignore, "ignore")
 
     @property
@@ -88,10 +83,8 @@ class QuantScheme:
     def check_preset(self) -> None:
         """Raises CkptkitError unless this is the grid that training rounds weights to (`--preset rl`)."""
         if not self.symmetric or self.grid != "qmax7":
-            raise CkptkitError(
-                "--preset rl is symmetric and on the qmax7 grid, as training rounds weights",
-                "leave out --asymmetric, --grid and --search",
-            )
+            message = "--preset rl is symmetric and on the qmax7 grid, as training rounds weights"
+            raise CkptkitError(message, "leave out --asymmetric, --grid and --search")
 
     @property
     def divisor(self) -> int:
@@ -108,9 +101,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Builds the `quantization_config` of config.json with compressed-tensors' own classes, which validate it.
 
-    `weights.observer_kwargs` holds the grid, the search and, with `sglang_experts`, the layout of routed experts' zero
-    points: the weight arguments forbid unknown keys, but this one holds anything and only calibration reads it.
-    `kept_scales`: some scales are those of a checkpoint on another grid, which it records too.
+    `weights.observer_kwargs` records the grid, the search, `sglang_experts` (the layout of routed experts' zero points)
+    and `kept_scales` (some scales are on another grid): of the weight arguments only this key can hold anything.
     Key names and order: compressed-tensors `ModelCompressor.update_config`.
     """
     # Imported here because it imports transformers, which takes seconds.
@@ -144,23 +136,20 @@ def quantization_config(
 
 
 def parse(content: Mapping[str, Any]) -> QuantizationConfig:
-    """A `quantization_config` as compressed-tensors takes it. Raises CkptkitError where it refuses it."""
+    """Parses a `quantization_config` with compressed-tensors. Raises CkptkitError if it is invalid."""
     # Imported here because it imports transformers, which takes seconds.
     from compressed_tensors.quantization import QuantizationConfig
 
     try:
         parsed: QuantizationConfig = QuantizationConfig.model_validate(dict(content))
-    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
-        # pydantic's ValidationError is a ValueError.
-        raise CkptkitError(
-            f"compressed-tensors refuses this quantization_config: {words_of(error)}",
-            "restore config.json from the release",
-        ) from error
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:  # pydantic's is a ValueError
+        message = f"compressed-tensors refuses this quantization_config: {words_of(error)}"
+        raise CkptkitError(message, "restore config.json from the release") from error
     return parsed
 
 
 def get_list(content: Mapping[str, Any], key: str) -> list[Any]:
-    """A list of a `quantization_config`, empty where it is not there or null. Raises CkptkitError for anything else."""
+    """A list of a `quantization_config`, empty if missing or null. Raises CkptkitError for anything else."""
     value = content.get(key)
     if value is not None and not isinstance(value, list):
         raise CkptkitError(
@@ -170,10 +159,10 @@ def get_list(content: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
-    """Reads the scheme of an INT4 checkpoint from its whole config.json.
+    """Reads the scheme of an INT4 checkpoint from the content of config.json.
 
     Only ckptkit records the grid; for checkpoints of other tools it is `minmax`, compressed-tensors' own.
-    Raises CkptkitError when there is no `quantization_config`, or SGLang's INT4 kernels or ckptkit do not support it.
+    Raises CkptkitError without a `quantization_config`, or if SGLang's INT4 kernels or ckptkit do not support it.
     """
     content = quantization_of(config)
     if not isinstance(content, Mapping):
@@ -188,13 +177,8 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     _require("targets", list(group.targets), ["Linear"])
     _require("input_activations", group.input_activations, None)
     _require("output_activations", group.output_activations, None)
-    if group.weights is None:
+    if (weights := group.weights) is None:
         raise CkptkitError("quantization_config: the group quantizes no weights", "repair config.json")
-    return _scheme_of(group.weights, tuple(parsed.ignore or ()))
-
-
-def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
-    """Returns the scheme that compressed-tensors' QuantizationArgs describe."""
     for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False}.items():
         _require(key, getattr(weights, key), expected)
     if weights.actorder not in IN_ORDER:
@@ -202,21 +186,12 @@ def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
     if weights.strategy != "channel":
         _require("strategy", weights.strategy, "group")
     size = weights.group_size if weights.strategy == "group" else None
-    recorded = weights.observer_kwargs
-    return QuantScheme(
-        size,
-        recorded.get("grid", "minmax"),
-        ignore,
-        bool(weights.symmetric),
-        recorded.get("search", "none"),
-        weights.scale_dtype,
-    )
+    grid, search = weights.observer_kwargs.get("grid", "minmax"), weights.observer_kwargs.get("search", "none")
+    ignore = tuple(parsed.ignore or ())
+    return QuantScheme(size, grid, ignore, bool(weights.symmetric), search, weights.scale_dtype)
 
 
 def _require(key: str, actual: object, expected: object) -> None:
     if actual != expected:
-        raise CkptkitError(
-            f"quantization_config: {key} is {actual!r}, only {expected!r} is supported",
-            "ckptkit handles INT4 weights (W4A16)",
-            code="unsupported",
-        )
+        message = f"quantization_config: {key} is {actual!r}, only {expected!r} is supported"
+        raise CkptkitError(message, "ckptkit handles INT4 weights (W4A16)", code="unsupported")

@@ -1,1 +1,1 @@
-"""Which tensors are packed: what the model is made of, and how each reader takes `ignore` and `targets`."""
+"""Decides which tensors are packed, by the modules of the model and each reader's view of `ignore` and `targets`."""

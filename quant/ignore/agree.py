@@ -1,4 +1,4 @@
-"""Finds the tensors that readers of an `ignore` list treat differently, and entries that they all read alike."""
+"""Finds the tensors that readers of an `ignore` list treat differently, and replaces entries by portable ones."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _VERBS: Mapping[Answer, str] = {
 
 def packed_by(matrices: Iterable[Matrix], base: Reading) -> list[bool]:
     """Whether the model's classes and compressed-tensors' reading `base` allow packing each matrix."""
-    pairs = zip(matrices, base.answers, strict=True)
-    return [matrix.reason is None and answer == "packs" for matrix, answer in pairs]
+    return [one.reason is None and answer == "packs" for one, answer in zip(matrices, base.answers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Divergence:
     reader: str
     answer: Answer
     patterns: tuple[str, ...]
-    cause: str = ""  # any other cause; `{}` stands for the covering entries
+    cause: str = ""  # any other cause, with `{}` for the covering entries
     covering: tuple[str, ...] = ()  # the entries that cover it for this reader
 
 
@@ -65,8 +64,7 @@ def divergences(
     quantized in another format.
     """
     found, base = [], readings[base_reader]
-    for reader in readers:
-        reading = readings[reader]
+    for reader, reading in ((reader, readings[reader]) for reader in readers):
         for index, (matrix, packs, answer) in enumerate(zip(matrices, packed, reading.answers, strict=True)):
             if answer not in ("packs" if packs else "other" if matrix.module in others else "keeps", "either"):
                 covering = tuple(reading.entries_at(index))
@@ -80,7 +78,7 @@ def divergences(
 def _cause(reading: Reading, is_base: bool, matrix: Matrix, index: int) -> str:
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
     if not reading.lookups[index] or (is_base and matrix.torch_class is None):
-        return "because it has no quantized layer for it, whatever the list contains"
+        return "because it has no quantized layer for it, regardless of the list"
     if answer == "packs":
         return "because no entry covers it"
     if answer == "refuses":
@@ -130,11 +128,8 @@ class Question:
 def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries if readers interpret `ignore` differently."""
     if found := question.divergences(ignore):
-        raise CkptkitError(
-            "readers do not agree on the ignore list",
-            advice(found, question, ignore),
-            list(describe_divergences(found)),
-        )
+        hint, details = advice(found, question, ignore), list(describe_divergences(found))
+        raise CkptkitError("readers do not agree on the ignore list", hint, details)
 
 
 def describe_divergences(found: Iterable[Divergence]) -> Iterator[str]:
@@ -142,11 +137,11 @@ def describe_divergences(found: Iterable[Divergence]) -> Iterator[str]:
     kinds: dict[tuple[str, Answer, tuple[str, ...]], list[Divergence]] = defaultdict(list)
     for one in found:
         kinds[one.reader, one.answer, kind_of(one)].append(one)
-    readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    readers: dict[str, list[str]] = defaultdict(list)
     for (reader, answer, _), several in kinds.items():
-        readers[_VERBS[answer], summarize([one.tensor for one in several]), reason_of(several)].append(reader)
-    for (verb, names_folded, why), who in readers.items():
-        yield f"{' and '.join(who)} would {verb} {names_folded} {why}"
+        clause = f"would {_VERBS[answer]} {summarize([one.tensor for one in several])} {reason_of(several)}"
+        readers[clause].append(reader)
+    yield from (f"{' and '.join(names)} {clause}" for clause, names in readers.items())
 
 
 def without_numbers(entry: str) -> str:
@@ -165,10 +160,7 @@ def quote_some(patterns: Sequence[str]) -> str:
 
 
 def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
-    """Suggests replacements for the entries that readers interpret differently, and entries to add.
-
-    A draft layer needs one entry for the complete layer, since engines give its modules other names.
-    """
+    """Suggests replacements for entries that readers interpret differently, and entries to add, one a draft layer."""
     moves = []
     drafts = {matrix.tensor for matrix in question.matrices if matrix.reason == DRAFT_LAYER}
     suspects = list(dict.fromkeys(pattern for one in found if one.tensor not in drafts for pattern in one.patterns))
@@ -182,8 +174,7 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
     matrices = [matrix for matrix in question.matrices if matrix.tensor in unnamed]
     if missing := dict.fromkeys(one.entry for one in matrices if one.module not in question.others):
         moves.append("add " + quoted(missing))
-    if any(one.module in question.others for one in matrices):
-        moves.append(OTHER_FORMAT)
+    moves += [OTHER_FORMAT] if any(one.module in question.others for one in matrices) else []
     return "; ".join(moves)
 
 
@@ -207,10 +198,7 @@ def _unique(*entries: Sequence[str]) -> list[str]:
 
 
 def is_published(model_type: str, ignore: Sequence[str], tree: ClassTree) -> bool:
-    """Whether a known release has this list, or llm-compressor may have written it.
-
-    llm-compressor writes full module names without patterns, which include the head and every router.
-    """
+    """Whether a release has this list, or llm-compressor may have written it: full names, with head and routers."""
     family = FAMILIES.get(model_type)
     if family and family.release and frozenset(ignore) in family.release.published_ignore:
         return True
@@ -240,8 +228,5 @@ def severities(
 
 
 def is_untargeted(one: Divergence, asked: Sequence[str] | None) -> bool:
-    """Whether compressed-tensors finds no target for a packed weight, an error like in `refuses_own_format`.
-
-    The weight is then random in transformers. Example: the target "linear", which engines treat as a class.
-    """
+    """Whether compressed-tensors finds no target for a packed weight, which is then random in transformers."""
     return one.cause == _NO_TARGET and one.reader in BY_CLASS and refuses_own_format(BY_CLASS, asked)

@@ -94,10 +94,7 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
 
 
 def _list_module_names(subject: IgnoreList) -> tuple[str, ...] | None:
-    """Like `portable_list`, for formats other than compressed-tensors: full module names, for engines and transformers.
-
-    Keeps a list that they already agree on, and entries that no reader looks up.
-    """
+    """Like `portable_list`, for other formats: full module names, or the list if engines agree on it."""
     if subject.is_agreed:
         return subject.ignore
     readings = [subject.readings[reader] for reader in subject.engines]
@@ -169,10 +166,8 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
         return report
     if portable is None:
         why = min(findings, key=lambda one: ORDER.index(one.severity)).message
-        raise CkptkitError(
-            f"{root / 'config.json'}: no ignore list makes all readers agree on the packed weights: {why}",
-            "quantize again with `ckptkit quantize`",
-        )
+        message = f"{root / 'config.json'}: no ignore list makes all readers agree on the packed weights: {why}"
+        raise CkptkitError(message, "quantize again with `ckptkit quantize`")
     _write_list(subject, portable)
     return replace(report, fixed=True)
 
@@ -239,10 +234,8 @@ def _alike(patterns: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tupl
 
 
 def _few(entries: Sequence[str]) -> Sequence[str]:
-    """The entries, folded if they are too many to copy from a terminal; `--json` has each of them."""
-    if len(entries) <= _COPIED:
-        return entries
-    folded = fold(entries)
+    """The entries, folded if there are too many to copy from a terminal; `--json` has each of them."""
+    folded = entries if len(entries) <= _COPIED else fold(entries)
     more = len(folded) - _COPIED
     return folded if more <= 0 else [*folded[:_COPIED], f"and {more} more: `--json` has all"]
 
@@ -263,9 +256,8 @@ def _verdict(report: LintReport) -> tuple[str, str]:
     counts = (("error", sum(finding.severity == "error" for finding in report.findings)), ("warning", report.warnings))
     counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
     verdict = "FAILED" if report.failed else "READERS DISAGREE" if report.disagreed else "PASSED"
-    status = "FIXED" if report.fixed else verdict
-    agreed = "" if report.findings else f": {_readers(report)} agree"
-    return (f"{status} with {counted}" if counted and not report.fixed else status), f"  {report.path}{agreed}"
+    status = "FIXED" if report.fixed else f"{verdict} with {counted}" if counted else verdict
+    return status, f"  {report.path}" + ("" if report.findings else f": {_readers(report)} agree")
 
 
 def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:

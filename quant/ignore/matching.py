@@ -1,8 +1,7 @@
 """How entries of lists of unquantized modules cover names: one rule for each way in which a reader matches.
 
-A rule takes an entry and returns a function that says of a name whether the entry covers it, so that an entry is read
-once for many names. Each rule was compared with the reader's own function in `tests/quant/ignore/test_lists.py`, except
-where it says "read".
+A rule takes an entry and returns a function that decides whether the entry covers a name. The rules are compared with
+the readers' own functions in `tests/quant/ignore/test_lists.py`, except those with the note "read, not run".
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Rule = Callable[[str], Covers]
 
 @dataclass(frozen=True)
 class Run:
-    """Says whether a name has this run of whole dotted parts; `lower`: which is in lower case, as the name is taken."""
+    """Whether a name has this run of complete dotted parts; `lower`: without regard to case."""
 
     parts: str
     lower: bool = False
@@ -33,7 +32,7 @@ class Run:
 
 
 _NESTED = "language_model."
-# Of ModelOpt's fused attention: an entry that ends so leaves the projection out of every layer in SGLang.
+# Of ModelOpt's fused attention: an entry with this ending excludes the projection of every layer in SGLang.
 _LATENT_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 PLAIN = re.compile(r"[\w.\-]*")  # text without a wildcard
 
@@ -44,31 +43,24 @@ def never(entry: str) -> Covers:
 
 
 def exact(entry: str) -> Covers:
-    """vLLM's fp8: the whole name. Source: vLLM `quant_utils.py`, `is_layer_skipped`."""
+    """vLLM's fp8: the full name. Source: vLLM `quant_utils.py`, `is_layer_skipped`."""
     return lambda name: name == entry
 
 
 def whole_parts(entry: str) -> Covers:
-    """SGLang's fp8: any run of whole dotted parts, with or without `model.` before them.
-
-    Source: SGLang `quantization/utils.py`, `_module_path_match`, and `Fp8Config.from_config`.
-    """
+    """SGLang's fp8: any run of dotted parts. Source: `Fp8Config.from_config`; `utils.py`, `_module_path_match`."""
     return Run(entry.removeprefix("model.").rstrip("."))
 
 
 def parts_only(entry: str) -> Covers:
-    """SGLang's ModelOpt: any run of whole dotted parts, with `language_model.` before them or not.
-
-    Source: SGLang `ModelOptQuantConfig.apply_weight_name_mapper`.
-    """
+    """SGLang's ModelOpt: any run of dotted parts. Source: `ModelOptQuantConfig.apply_weight_name_mapper`."""
     return Run(entry.removeprefix(_NESTED).rstrip("."))
 
 
 def substring(entry: str) -> Covers:
     """vLLM's ModelOpt: any part of the name, or a glob for all of it. Source: `ModelOptQuantConfigBase`."""
-    if PLAIN.fullmatch(entry):
-        return lambda name: entry in name
-    return lambda name: entry in name or fnmatchcase(name, entry)
+    is_plain = PLAIN.fullmatch(entry) is not None
+    return lambda name: entry in name or (not is_plain and fnmatchcase(name, entry))
 
 
 def glob(entry: str) -> Covers:
@@ -89,22 +81,17 @@ def glob(entry: str) -> Covers:
 
 
 def holds_expert(entry: str) -> Covers:
-    """SGLang's and vLLM's fp8, of a layer's routed experts: an entry for one of them leaves out all."""
+    """SGLang's and vLLM's fp8, for a layer's routed experts: an entry for one of them excludes all."""
     return (lambda container: container in entry) if "experts" in entry else never(entry)
 
 
-def either(*rules: Rule) -> Rule:
-    """Several rules, one of which has to cover a name."""
-
-    def rule(entry: str) -> Covers:
-        several = [one(entry) for one in rules]
-        return lambda name: any(covers(name) for covers in several)
-
-    return rule
+def either(one: Rule, other: Rule) -> Rule:
+    """Two rules, one of which has to cover a name."""
+    return lambda entry: _either(one(entry), other(entry))
 
 
 def named_by_modelopt(entry: str) -> Covers:
-    """What an entry of ModelOpt names: a module, or all below it; a glob for either."""
+    """The names in an entry of ModelOpt: a module, or all below it; a glob for either."""
     parts, below = parts_only(entry), f"{entry}.*"
     if PLAIN.fullmatch(entry):
         return parts
@@ -112,7 +99,7 @@ def named_by_modelopt(entry: str) -> Covers:
 
 
 def regex_or_exact(entry: str) -> Covers:
-    """compressed-tensors, vLLM for its lists, and Quark: `re:` from the start of the name, or the whole name.
+    """compressed-tensors, vLLM for its lists, and Quark: `re:` from the start of the name, or the full name.
 
     Source: compressed-tensors `utils/match.py`, `match_name`; vLLM `compressed_tensors/utils.py`,
     `should_ignore_layer`; `quark/utils.py` of SGLang and vLLM.
@@ -126,29 +113,23 @@ def class_name(entry: str) -> Covers:
 
 
 def any_part(entry: str) -> Covers:
-    """SGLang up to 0.5.16 for compressed-tensors: `re:` from the start, else any part of the name, in any case.
-
-    Source: SGLang `layers/quantization/compressed_tensors/utils.py`, `check_equal_or_regex_match`.
-    """
+    """SGLang up to 0.5.16 for INT4: `re:` from the start, else any part in any case (`check_equal_or_regex_match`)."""
     lower = entry.lower()
     return _matcher(entry) if entry.startswith("re:") else lambda name: lower in name.lower()
 
 
 def dotted_ending(entry: str) -> Covers:
-    """SGLang 0.5.23 for compressed-tensors: `re:` from the start, else the whole name or a dotted ending of it."""
+    """SGLang 0.5.23 for compressed-tensors: `re:` from the start, else the full name or a dotted ending of it."""
     return _matcher(entry) if entry.startswith("re:") else lambda name: f".{name}".endswith(f".{entry}")
 
 
 def prefix(entry: str) -> Covers:
-    """slime's, miles' and Relax's INT4: `re:` from the start of a parameter's name, or a prefix of it.
-
-    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
-    """
+    """slime, miles, Relax INT4: `re:` or a prefix. Source: `quantize_params_compressed_tensors`; read, not run."""
     return _matcher(entry) if entry.startswith("re:") else lambda name: name.startswith(entry)
 
 
 def quark_experts(entry: str) -> Covers:
-    """Quark, of a layer's routed experts: also an entry for one of them leaves out all."""
+    """Quark, for a layer's routed experts: also an entry for one of them excludes all."""
     return _either(regex_or_exact(entry), lambda container: entry.startswith(f"{container}."))
 
 
@@ -156,14 +137,14 @@ def regex_from_start(entry: str) -> Covers:
     """transformers 5.12: a regular expression from the start of the name, or its ending; neither ends at a dot.
 
     Source: transformers `quantizers_utils.py`, `should_convert_module`. Raises CkptkitError for an entry that is not a
-    regular expression, where transformers raises too.
+    regular expression, as transformers does.
     """
     start = _start(entry) if PLAIN.fullmatch(entry) else _matcher(f"re:{entry}")
     return _either(start, lambda name: name.endswith(entry))
 
 
 def _start(entry: str) -> Covers:
-    """As the regular expression `entry` of words and dots, without compiling one for each of many entries."""
+    """The regular expression `entry` of words and dots, without compiling one for each of many entries."""
     parts, begins = entry.split("."), [0]
     for part in parts:
         begins.append(begins[-1] + len(part) + 1)
@@ -181,20 +162,14 @@ def regex_to_a_dot(entry: str) -> Covers:
 
 
 def parameter_prefix(entry: str) -> Covers:
-    """miles' NVFP4: `re:` from the start, the whole name, or the name up to a dot; of a parameter, not a module.
-
-    Source: miles `quantizer_nvfp4.py`, `_is_ignored`.
-    """
+    """miles' NVFP4: `re:` from the start of a parameter, or its name up to a dot. Source: `quantizer_nvfp4.py`."""
     if entry.startswith("re:"):
         return _matcher(entry)
     return lambda parameter: parameter == entry or parameter.startswith(f"{entry}.")
 
 
 def verl_path(entry: str) -> Covers:
-    """verl's list for SGLang: `re:` from the start, or whole dotted parts in any case.
-
-    Source: verl `sglang_fp8_utils.py`, `_matches_ignored_layer`.
-    """
+    """verl's list for SGLang: `re:` from the start, or dotted parts in any case. Source: `sglang_fp8_utils.py`."""
     if entry.startswith("re:"):
         match = _matcher(entry)
         return lambda parameter: match(parameter) or match(parameter.removesuffix(".weight"))
@@ -206,16 +181,16 @@ def _either(one: Covers, other: Covers) -> Covers:
 
 
 def _matcher(text: str) -> Covers:
-    """Says whether a regular expression with `re:` before it matches from the start of a name."""
+    """Returns a function that matches a regular expression with the prefix `re:` from the start of a name."""
     short, long = matcher(text, MAX_NAME), matcher(text)
     return lambda name: bool(short(name) if len(name) <= MAX_NAME else long(name))
 
 
-# Rules that need not be asked about every name: exact names, and runs of parts; and of these but for expressions.
+# Rules with an index, which do not test every name, and rules with an index for all but regular expressions.
 _INDEXED = (never, exact, class_name, whole_parts, parts_only, named_by_modelopt)
 _INDEXED_PLAIN = (regex_or_exact, prefix)
 _LAST = "\U0010ffff"
-_SLOW = 5  # a rule that is asked about each name takes as long as so many lookups
+_SLOW = 5  # the cost of a rule that tests each name, in lookups
 
 
 @dataclass(frozen=True)
@@ -226,7 +201,7 @@ class Names:
 
     @cached_property
     def by_part(self) -> Mapping[str, Sequence[str]]:
-        """The names that have each dotted part, which is in lower case here."""
+        """The names that have each dotted part, in lower case."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in self.names:
             for part in set(name.lower().split(".")):
@@ -242,7 +217,7 @@ class Names:
         return max(map(len, self.names), default=0)
 
     def check(self, entries: Sequence[str], rule: Rule) -> None:
-        """Raises CkptkitError where a rule has to be asked about too many pairs of an entry and a name."""
+        """Raises CkptkitError if a rule has to test too many pairs of an entry and a name."""
         if rule in _INDEXED_PLAIN:
             check_lookups([entry for entry in entries if entry.startswith(REGEX)], len(self.names))
         elif rule not in _INDEXED:
@@ -275,16 +250,13 @@ class Names:
 
 
 def ignored(modules: Iterable[str], ignore: Sequence[str]) -> frozenset[str]:
-    """Those of these Linear modules that entries cover for compressed-tensors. Raises CkptkitError as `covering`."""
+    """The Linear modules that entries cover for compressed-tensors. Raises CkptkitError as `covering`."""
     covers = covering(ignore, modules)
     return frozenset[str]().union(*map(covers, dict.fromkeys(ignore)))
 
 
 def covering(entries: Sequence[str], modules: Iterable[str]) -> Callable[[str], frozenset[str]]:
-    """Says of an entry which of these Linear modules it covers for compressed-tensors.
-
-    Raises CkptkitError where `entries`, those that it will be asked about, are too many for so many modules.
-    """
+    """Returns a function that finds the modules that an entry covers for compressed-tensors. Raises if too many."""
     names = Names(frozenset(modules))
     names.check(entries, regex_or_exact)
     return lambda entry: names.names if class_name(entry)("Linear") else names.covered(regex_or_exact, entry)

@@ -1,7 +1,4 @@
-"""The weights of a model that a reader might pack, by the names under which each reader looks for them in `ignore`.
-
-Entries of `ignore` are spelled here so that they mean the same to every reader.
-"""
+"""The weights that a reader might pack, by the names that it looks up in `ignore`, and portable entries for them."""
 
 from __future__ import annotations
 
@@ -28,36 +25,32 @@ _SHARDS = tuple(
 )
 _LATENT = re.compile(rf"\b({'|'.join(LATENT_DOWN)})\b")
 _LATENT_ALL = f"({'|'.join((*LATENT_DOWN, 'fused_qkv_a_proj_with_mqa'))})"
-# Parts of a layer that stay as a whole.
-_WHOLE = re.compile(r"(.+\.)?(indexer|linear_attn|experts)\..*")
-# What ties a regular expression to module names only, or to parameter names only.
+# Parts of a layer that are excluded completely.
+_COMPLETE = re.compile(r"(.+\.)?(indexer|linear_attn|experts)\..*")
+# Endings that restrict a regular expression to module names, or to parameter names.
 _ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)+$")
 
 
 def entry_for(module: str) -> str:
-    """Returns an entry for this module in every layer: a regular expression for module and parameter names.
-
-    Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers
-    is its plain name.
-    """
+    """Returns an entry for this module in every layer, with all shards of a fused layer and all routed experts."""
     match = IN_LAYER.fullmatch(module)
-    return rf"re:.*\.{_spell_tail(match[3])}" if match else module
+    return rf"re:.*\.{_tail_pattern(match[3])}" if match else module
 
 
-def _spell_tail(tail: str) -> str:
-    if whole := _WHOLE.fullmatch(tail):
-        return rf"{re.escape(whole[1] or '')}{whole[2]}\..*"
+def _tail_pattern(tail: str) -> str:
+    if match := _COMPLETE.fullmatch(tail):
+        return rf"{re.escape(match[1] or '')}{match[2]}\..*"
     return rf"{with_fused(re.escape(tail))}(\.weight)?$"
 
 
 def ignore_options(names: Iterable[str]) -> str:
-    """The options that leave these weights out, for a message."""
+    """The options that exclude these weights, for a message."""
     entries = dict.fromkeys(entry_for(name.removesuffix(".weight")) for name in names)
     return " ".join(f"--ignore '{entry}'" for entry in entries)
 
 
 def with_fused(pattern: str) -> str:
-    """A regular expression with each shard of a fused layer joined by the others and by the fused name."""
+    """Extends each shard of a fused layer in a regular expression to all shards and the fused name."""
     return _LATENT.sub(_LATENT_ALL, _SHARD.sub(_all_shards, pattern))
 
 
@@ -72,29 +65,26 @@ def _all_shards(match: re.Match[str]) -> str:
 
 
 def entries_for(excluded: Mapping[str, str], packed: Collection[str]) -> list[str]:
-    """Entries that leave out every module of `excluded`, given with its own entry, and no module of `packed`.
-
-    Where a module's entry for all layers would cover a packed one, the entries are for single layers.
-    """
+    """Entries that cover `excluded` modules (given with their entries for all layers), and none of `packed`."""
     groups: dict[str, list[str]] = {}
     for module, entry in excluded.items():
         groups.setdefault(entry, []).append(module)
-    found: list[str] = []
+    entries: list[str] = []
     for entry, modules in groups.items():
-        spares_packed = any(map(matcher(entry), packed)) if entry.startswith("re:") else entry in packed
-        found += _by_layer(modules) if spares_packed else [entry]
-    return list(dict.fromkeys(found))
+        covers_packed = any(map(matcher(entry), packed)) if entry.startswith("re:") else entry in packed
+        entries += _entries_by_layer(modules) if covers_packed else [entry]
+    return list(dict.fromkeys(entries))
 
 
-def _by_layer(modules: Iterable[str]) -> list[str]:
+def _entries_by_layer(modules: Iterable[str]) -> list[str]:
     layers: dict[str, set[int]] = {}
     for match in filter(None, map(IN_LAYER.fullmatch, modules)):
-        layers.setdefault(_spell_tail(match[3]), set()).add(int(match[2]))
+        layers.setdefault(_tail_pattern(match[3]), set()).add(int(match[2]))
     return [rf"re:(.*\.)?layers\.({'|'.join(map(str, sorted(numbers)))})\.{tail}" for tail, numbers in layers.items()]
 
 
 def candidates(pattern: str) -> Iterator[str]:
-    """Spellings that may mean to every reader what an entry means to one."""
+    """Possible entries with the same meaning for every reader as this one has for one reader."""
     if pattern.startswith("re:"):
         cores, ending = [_ENDING.sub("", pattern.removeprefix("re:"))], r"(\.weight)?$"
     else:
@@ -116,19 +106,18 @@ def _compiles(pattern: str) -> bool:
     return True
 
 
-# No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls
-# them.
+# Readers look up only these names of the first routed expert, regardless of the names in the release.
 FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
-# Fused layers that vLLM calls otherwise than SGLang.
+# Fused layers with another name in vLLM than in SGLang.
 _OTHER_IN_VLLM = {"fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
 _FUSED_IN_VLLM: Mapping[str, tuple[str, ...]] = {**FUSED, "fused_qkv_a_proj": LATENT_DOWN}
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA, and gates of one row a head.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj", ".self_attn.g_proj")
-# What no engine asks a list about: projections that compress keys.
-_NEVER_ASKED = (".compressor.wkv", ".compressor.wgate")
+# Projections that compress keys, which no engine looks up.
+_NEVER_LOOKED_UP = (".compressor.wkv", ".compressor.wgate")
 _NO_MATRIX = re.compile(r"(.*norm.*|(.*_)?ln\d*(_\w+)?)")
-# Modules of a tower that are not Linear, by name: only where the model's classes are not known (`ClassTree.whole`).
+# Modules of a tower that are not Linear, by name, for models without known classes (`ClassTree.whole`).
 _NO_LINEAR = re.compile(
     r"(.*\.)?([^.]*(embed(?!ding_projection)|pos_emb|conv|downsample)[^.]*|(patch_embed|embeddings)\.proj)"
 )
@@ -141,29 +130,28 @@ class Matrix:
     """A `….weight` with two or more axes, or the fused experts of a layer."""
 
     tensor: str
-    linear: bool  # readers that know classes take it for a Linear
-    reason: str | None  # why it is never INT4; None: it may be
-    sglang: str | None  # its layer in SGLang: the fused one, or the container of experts; None: SGLang never asks
+    linear: bool  # readers that know classes treat it as a Linear
+    reason: str | None  # why it is never INT4, or None if it may be
+    sglang: str | None  # its fused layer or container of experts in SGLang, or None if SGLang never looks it up
     vllm: str | None  # the same in vLLM, in the names of the release
-    entry: str  # the entry of `ignore` that leaves it out for every reader
+    entry: str  # the entry of `ignore` that excludes it for every reader
     expert: bool = False
-    unfused: bool = True  # SGLang's class may take its fused layer apart
-    sglang_own: str | None = None  # of a draft layer, the layer of the model itself by whose name SGLang asks
-    transformers: str | None = None  # the module's name in transformers, where it is another than the release's
+    unfused: bool = True  # SGLang's class may split its fused layer
+    sglang_own: str | None = None  # of a draft layer, the layer of the model that SGLang looks up instead
+    transformers: str | None = None  # the module's name in transformers, if different from the release
 
     @property
     def module(self) -> str:
-        """The tensor's module."""
         return self.tensor.removesuffix(".weight")
 
     @property
     def torch_class(self) -> str | None:
-        """The class of torch by which compressed-tensors quantizes the module; None for any other."""
+        """The class of torch by which compressed-tensors quantizes the module, if any."""
         return "Linear" if self.linear else "Embedding" if self.reason == "Embedding is not a Linear" else None
 
 
 def forbidden(matrix: Matrix, tree: ClassTree, readers: Collection[str]) -> str | None:
-    """Why none of `readers` has a quantized layer for this matrix, whatever their lists; None where one may."""
+    """The reason why none of `readers` has a quantized layer for this matrix, or None if one may."""
     dense = tree.dense_for(matrix.module)
     of_sglang = dense is not None and matrix.reason == dense.reason
     if matrix.reason in UNPACKED_BY_CHOICE or (of_sglang and not set(SGLANG) & set(readers)):
@@ -172,53 +160,38 @@ def forbidden(matrix: Matrix, tree: ClassTree, readers: Collection[str]) -> str 
 
 
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """What a reader without classes may take for a Linear.
-
-    Every `….weight` (or `….weight_packed`) with two or more axes, and the fused experts of draft layers.
-    """
-    axes = {
-        name.removesuffix(PACKED).removesuffix(".weight"): len(spec.shape)
-        for name, spec in specs.items()
-        if name.endswith((".weight", PACKED)) and len(spec.shape) >= 2
-    }
+    """The `….weight`s of two or more axes that readers may treat as Linear, and fused experts of draft layers."""
+    weights = {name: len(spec.shape) for name, spec in specs.items() if name.endswith((".weight", PACKED))}
+    axes = {_module_of(name): count for name, count in weights.items() if count >= 2}
+    family = family_of(config)
     fused = [one for one in fused_experts(specs, tree, config) if tree.draft_of(one.module)]
-    return [*_matrices(axes, tree, config, {module for module, count in axes.items() if count > 2}), *fused]
+    return [*(_matrix(module, tree, family, config, count > 2) for module, count in axes.items()), *fused]
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(PACKED).removesuffix(".weight")
 
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
-    family = family_of(config)
-    found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
-    return [
-        replace(
-            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, family, config),
-            tensor=name,
-            linear=False,
-            reason=matrix.reason or _FUSED_REASON,
-        )
-        for name, block in found.items()
-    ]
+    """The tensors among `names` that hold all experts of a layer, which engines look up like single ones."""
+    family, matrices = family_of(config), []
+    for name, match in ((name, _FUSED_EXPERTS.fullmatch(name)) for name in names):
+        if match:
+            matrix = _matrix(f"{match[1]}.{FIRST_EXPERT[0]}", tree, family, config)
+            matrices.append(replace(matrix, tensor=name, linear=False, reason=matrix.reason or _FUSED_REASON))
+    return matrices
 
 
 def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """As `matrices_of`, from names alone: every `….weight` that is not a norm by its name."""
-    modules = (
-        name.removesuffix(PACKED).removesuffix(".weight") for name in names if name.endswith((".weight", PACKED))
-    )
-    return _matrices(
-        (module for module in modules if not _NO_MATRIX.fullmatch(module.rpartition(".")[2])), tree, config
-    )
-
-
-def _matrices(
-    modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any], deep: Collection[str] = ()
-) -> list[Matrix]:
-    """`deep`: modules whose weight has more than two axes, so that it is not a Linear."""
+    """Like `matrices_of`, only from names: every `….weight` that is not a norm by its name."""
     family = family_of(config)
-    return [_matrix(module, tree, family, config, module in deep) for module in dict.fromkeys(modules)]
+    modules = dict.fromkeys(_module_of(name) for name in names if name.endswith((".weight", PACKED)))
+    matrices = [module for module in modules if not _NO_MATRIX.fullmatch(module.rpartition(".")[2])]
+    return [_matrix(module, tree, family, config) for module in matrices]
 
 
 def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[str, Any], deep: bool = False) -> Matrix:
+    """`deep`: the weight has more than two axes, so that it is not a Linear."""
     sglang_class, vllm_class = (engine_class(name, config) for name in ("sglang", "vllm"))
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
@@ -242,26 +215,21 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[s
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family, config)
     release, asked = family.release, module in tree.linears and module not in tree.gates and module != tree.head
-    asked = asked and not module.endswith(_NEVER_ASKED)
+    asked = asked and not module.endswith(_NEVER_LOOKED_UP)
     fused = fused_layer(module, tree) if asked else None
     sglang = sglang_class.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
     dense = tree.dense_for(module)
-    # vLLM asks about a head or a router, which no other reader packs by class.
-    is_alone = module == tree.head or (vllm_class.packs_routers and tree.is_router(module))
-    return Matrix(
-        tensor,
-        module in tree.linears,
-        reason,
-        sglang,
-        module if is_alone else fused and vllm_class.layer(_in_vllm(fused)),
-        dense.entry if dense else entry_for(module),
-        module in tree.experts,
-        transformers=release.own_name(module) if release and tree.outside and release.linears_outside else None,
-    )
+    # vLLM looks up a head or a router, which no other reader packs by class.
+    is_own_layer = module == tree.head or (vllm_class.packs_routers and tree.is_router(module))
+    vllm = module if is_own_layer else fused and vllm_class.layer(_in_vllm(fused))
+    entry = dense.entry if dense else entry_for(module)
+    own_name = release.own_name(module) if release and tree.outside and release.linears_outside else None
+    is_expert = module in tree.experts
+    return Matrix(tensor, module in tree.linears, reason, sglang, vllm, entry, is_expert, transformers=own_name)
 
 
 def _stacked(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[str, Any]) -> Matrix:
-    """All experts of a layer in one `….weight`, which engines ask about as about single ones."""
+    """All experts of a layer in one `….weight`, which engines look up like single ones."""
     block = module.rpartition(".")[0]
     sglang, vllm = (engine_class(name, config).layer(f"{block}.experts") for name in ("sglang", "vllm"))
     blocks = "|".join(sorted({layer.split(".")[-2] for layer in (sglang, vllm)}))
@@ -276,10 +244,7 @@ def _in_vllm(layer: str) -> str:
 
 
 def fused_layer(module: str, tree: ClassTree | None) -> str:
-    """The layer that holds a module.
-
-    Of experts their container, of shards that are all there the fused one, else its own.
-    """
+    """The layer that holds a module: the container of experts, the fused layer if all its shards exist, or itself."""
     if ".experts." in module:
         return container_of(module)
     parent, _, name = module.rpartition(".")
@@ -293,28 +258,28 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
 
 
 def container_of(module: str) -> str:
-    """The container of a routed expert's projection; of any other module its own name."""
+    """The container of a routed expert's projection, or the name of any other module."""
     block, experts, _ = module.partition(".experts.")
     return f"{block}.experts" if experts else module
 
 
 def parts_of(layer: str) -> tuple[str, ...]:
-    """The parts of a fused layer by its name: some classes of an engine ask for these, others for the layer."""
+    """The parts of a fused layer by its name: some classes of an engine look up these, some the layer."""
     parent, _, name = layer.rpartition(".")
     return tuple(f"{parent}.{shard}" for shard in FUSED.get(name, ()))
 
 
 def names_in_vllm(matrix: Matrix) -> tuple[str, ...]:
-    """The names that vLLM looks up in `ignore` for a matrix's layer: every class says what its fused layers are of."""
-    # What lies in the release as one matrix already is not a fused layer to vLLM.
+    """The names that vLLM looks up in `ignore` for a matrix's layer; every class declares the parts of fused layers."""
+    # A layer with one matrix in the release is not a fused layer in vLLM.
     mapping = _FUSED_IN_VLLM if matrix.vllm != matrix.module else {}
     return names_of_layer(matrix.vllm, mapping) if matrix.vllm is not None else ()
 
 
 def names_of_layer(layer: str, packed_modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The names that an engine looks up for a layer, and wants one answer for.
+    """The names that an engine looks up for a layer, which must have one answer.
 
-    `packed_modules`: the parts of the fused layers that it takes apart. Source: SGLang's and vLLM's
+    `packed_modules`: the parts of the fused layers that it splits. Source: SGLang's and vLLM's
     `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
     """
     name = layer.rpartition(".")[2]

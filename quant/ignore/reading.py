@@ -1,4 +1,4 @@
-"""Predicts what each reader takes for quantized, from its list of unquantized modules and from targets."""
+"""Predicts which modules each reader treats as quantized, by its list of unquantized modules and by targets."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ _CLASSES = {
     "lm_head": "ParallelLMHead",
 }
 _OTHER = "ColumnParallelLinear"  # every other class has Linear in its name too
-Known = dict[frozenset[str], Names]  # the names that were looked up for other readers, with what covers them
-# Fused layers that SGLang takes apart whatever the model's class declares.
-_ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
+Known = dict[frozenset[str], Names]  # lookups of other readers
+_ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")  # SGLang splits them even if the model's class does not declare them
 # Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
 # the head weights to it; transformers keeps them in float32.
 _EITHER = (".indexer.wk", ".indexer.weights_proj")
@@ -40,48 +39,48 @@ _EITHER = (".indexer.wk", ".indexer.weights_proj")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one reader makes of one `ignore` list."""
+    """The interpretation of one `ignore` list by one reader."""
 
     lookups: tuple[tuple[str, ...], ...]  # the names that it looks up for each matrix
-    covers: Mapping[str, frozenset[str]]  # what each entry of the reader's own list covers of them
+    covers: Mapping[str, frozenset[str]]  # the lookups that each entry of the reader's list covers
     # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
     # covered in part, which it `refuses`.
     answers: tuple[Answer, ...]
-    targets: tuple[Target | None, ...] = ()  # those by which it packs each matrix; empty: this format has none
+    targets: tuple[Target | None, ...] = ()  # the targets by which it packs each matrix; empty if the format has none
 
     @cached_property
     def _entries(self) -> Mapping[str, list[str]]:
-        """The entries that cover each name, in their order."""
-        found: dict[str, list[str]] = defaultdict(list)
+        """The entries that cover each name, in order."""
+        entries: dict[str, list[str]] = defaultdict(list)
         for pattern, names in self.covers.items():
             for name in names:
-                found[name].append(pattern)
-        return found
+                entries[name].append(pattern)
+        return entries
 
     def entries_at(self, index: int) -> list[str]:
-        """The entries that cover a name that this reader looks up for the matrix at `index`."""
+        """The entries that cover a lookup for the matrix at `index`."""
         names = self.lookups[index]
         return list(dict.fromkeys(entry for name in names for entry in self._entries.get(name, ())))
 
     @cached_property
-    def _asking(self) -> Mapping[str, list[int]]:
-        found: dict[str, list[int]] = defaultdict(list)
+    def _indices(self) -> Mapping[str, list[int]]:
+        indices: dict[str, list[int]] = defaultdict(list)
         for index, names in enumerate(self.lookups):
             for name in names:
-                found[name].append(index)
-        return found
+                indices[name].append(index)
+        return indices
 
     def covering(self, pattern: str) -> list[int]:
-        """The matrices, by index, for which this reader looks up a name that an entry covers."""
-        return sorted({index for name in self.covers.get(pattern, ()) for index in self._asking[name]})
+        """The indices of the matrices with a lookup that an entry covers."""
+        return sorted({index for name in self.covers.get(pattern, ()) for index in self._indices[name]})
 
     def covered(self, pattern: str, index: int) -> bool:
-        """Whether an entry covers a name that this reader looks up for the matrix at `index`."""
+        """Whether an entry covers a lookup for the matrix at `index`."""
         return any(name in self.covers.get(pattern, ()) for name in self.lookups[index])
 
 
 def base_of(method: Method) -> tuple[str, ListReader]:
-    """The reading that tells what a list is meant to leave out: compressed-tensors', or of entries as names."""
+    """The reading that defines the intended meaning of a list: compressed-tensors', or of entries as names."""
     if method == COMPRESSED:
         return BY_CLASS[0], readers_of_method(method)[BY_CLASS[0]]
     return NAMES, NAMED[method.partition(" ")[0]]
@@ -96,34 +95,31 @@ def read_all(
     method: Method = COMPRESSED,
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, Reading]:
-    """How each of `readers`, and the base of the method, takes a list.
+    """Reads a list as each of `readers`, and as the base of the method.
 
-    `targets`: of all groups of compressed-tensors. `content`: a quantization_config, of which each reader takes the
-    list under its own key; None: all that read a list take `ignore`. Raises CkptkitError as `read_list`.
+    `targets`: of all groups of compressed-tensors. `content`: a quantization_config with a list for each reader under
+    its own key, or None if all of them read `ignore`. Raises CkptkitError as `read_list`.
     """
     base, row = base_of(method)
     rows, known = {**readers_of_method(method), base: row}, Known()
-    made: dict[tuple[ListReader, tuple[str, ...]], Reading] = {}
-    found = {}
+    cache: dict[tuple[ListReader, tuple[str, ...]], Reading] = {}
+    readings = {}
     for reader in (base, *readers):
         row = rows[reader]
-        own = tuple(ignore) if row.keys or reader == base else ()
+        entries = tuple(ignore) if row.keys or reader == base else ()
         if content is not None and reader != base:
-            own = row.entries(content)
-        if (row, own) not in made:
-            made[row, own] = read_list(row, matrices, own, config, known, targets)
-        found[reader] = made[row, own]
-    return found
+            entries = row.entries(content)
+        if (row, entries) not in cache:
+            cache[row, entries] = read_list(row, matrices, entries, config, known, targets)
+        readings[reader] = cache[row, entries]
+    return readings
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a reader looks up for one matrix: nothing, a container of experts, or a layer and the parts of it.
+    """A reader's lookup for one matrix: nothing, a container of experts, a layer and its parts, or module and class."""
 
-    compressed-tensors looks up a module, and by its class.
-    """
-
-    name: str = ""  # its own, or its class; empty for experts that are looked up one by one
+    name: str = ""  # or its class; empty for experts that are looked up one by one
     parts: tuple[str, ...] = ()  # empty: the layer is not looked up
     experts: bool = False
     alike: bool = False  # the parts are names of one module, in releases of transformers
@@ -138,14 +134,14 @@ def read_list(
     known: Known | None = None,
     targets: Sequence[Target] = (),
 ) -> Reading:
-    """Predicts what a reader takes for quantized where its list has these `entries`.
+    """Predicts which matrices a reader treats as quantized if its list has these `entries`.
 
-    `known`: what was found for other readers, which is added to. `targets`: of compressed-tensors' groups; trainers do
-    not read them. Raises CkptkitError where entries are too many for so many names.
+    `known` caches lookups of other readers. `targets`: of compressed-tensors' groups; trainers do not read them.
+    Raises CkptkitError if there are too many entries for this number of names.
     """
     known = {} if known is None else known
-    engine = engine_class("sglang", config).entry if matrices and row.namespace == "sglang" else str
-    layers = list(_all_looked_up(row, matrices, config))
+    rewrite = engine_class("sglang", config).entry if matrices and row.namespace == "sglang" else str
+    layers = list(_layers(row, matrices, config))
     own = frozenset(layer.name for layer in layers if layer.parts and not layer.experts)
     by_rule = (
         ("experts", row.experts, frozenset(layer.name for layer in layers if layer.experts)),
@@ -160,49 +156,47 @@ def read_list(
     ]
     covers: dict[str, frozenset[str]] = {}
     covered: dict[str, set[str]] = {kind: set() for kind, *_ in by_rule}
-    spelled = {entry: engine(entry) for entry in entries}
+    rewritten = {entry: rewrite(entry) for entry in entries}
     for _, rule, names in tables:
-        names.check(list(spelled.values()), rule)
-    for entry, asked in spelled.items():
-        found = frozenset[str]()
+        names.check(list(rewritten.values()), rule)
+    for entry, pattern in rewritten.items():
+        covers[entry] = frozenset()
         for kind, rule, names in tables:
             try:
-                hit = names.covered(rule, asked)
+                hits = names.covered(rule, pattern)
             except CkptkitError:
                 if COMPRESSED in row.methods:
                     raise
-                continue  # `ListReader.refuses` has it
-            covered[kind] |= hit
-            found |= hit
-        covers[entry] = found
+                continue  # `ListReader.refuses` reports it
+            covered[kind] |= hits
+            covers[entry] |= hits
     targeted = _targeted(row, layers, targets) if targets and row.namespace != "parameter" else None
-    made = {layer: _answer_of(layer, covered, targeted) for layer in dict.fromkeys(layers)}
-    answers = [made[layer] for layer in layers]
+    by_layer = {layer: _answer_of(layer, covered, targeted) for layer in dict.fromkeys(layers)}
     return Reading(
         tuple(_names_of(row, layer, covered) for layer in layers),
         covers,
-        tuple(answer for answer, _ in answers),
-        tuple(target for _, target in answers) if targeted else (),
+        tuple(by_layer[layer][0] for layer in layers),
+        tuple(by_layer[layer][1] for layer in layers) if targeted else (),
     )
 
 
-def _all_looked_up(row: ListReader, matrices: Sequence[Matrix], config: Mapping[str, Any]) -> Iterator[_Layer]:
-    """Looks up each matrix, but of a layer's routed experts the first alone where the reader holds them as one."""
+def _layers(row: ListReader, matrices: Sequence[Matrix], config: Mapping[str, Any]) -> Iterator[_Layer]:
+    """Yields the lookup for each matrix; a reader that holds a layer's routed experts as one looks up the first."""
     known: dict[str, _Layer] = {}
     for matrix in matrices:
         if not matrix.expert or row.namespace in ("entry", "class", "parameter"):
-            yield _looked_up(row, matrix, config)
+            yield _layer(row, matrix, config)
             continue
         container = container_of(matrix.module)
         if container not in known:
-            known[container] = _looked_up(row, matrix, config)
+            known[container] = _layer(row, matrix, config)
         yield known[container]
 
 
-def _looked_up(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
+def _layer(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
     if row.namespace == "entry":
-        is_left_out = _is_head(matrix) and not row.head
-        return _Layer(answer="keeps") if is_left_out else _Layer(fused_layer(matrix.module, None), (matrix.module,))
+        is_excluded = _is_head(matrix) and not row.head
+        return _Layer(answer="keeps") if is_excluded else _Layer(fused_layer(matrix.module, None), (matrix.module,))
     if row.namespace == "parameter":
         if not matrix.tensor.endswith(".weight"):
             return _Layer(answer="keeps" if COMPRESSED in row.methods else "either")
@@ -220,7 +214,7 @@ def _looked_up(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _L
 
 
 def _in_engine(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
-    """Of a list of compressed-tensors' engines ask for the first expert's three projections, else for the container."""
+    """With a list of compressed-tensors engines look up the first expert's three projections, else the container."""
     is_int4 = COMPRESSED in row.methods
     layer = matrix.sglang if row.namespace == "sglang" else matrix.vllm
     if not is_int4 and _is_head(matrix):
@@ -238,7 +232,7 @@ def _in_engine(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _L
 
 
 def _is_head(matrix: Matrix) -> bool:
-    """Whether it is the output embedding, which DeepSeek-V4's releases call otherwise."""
+    """Whether it is the output embedding, which has another name in DeepSeek-V4's releases."""
     return matrix.tensor == "head.weight" or matrix.tensor.endswith("lm_head.weight")
 
 
@@ -258,12 +252,12 @@ def _in_transformers(row: ListReader, matrix: Matrix, config: Mapping[str, Any])
     if not matrix.linear or not row.linears:  # draft layers too, which it has no classes for
         return _Layer(answer="keeps" if matrix.reason else "either")
     if _is_head(matrix) and not row.entries(quantization_of(config)):
-        return _Layer(answer="keeps")  # left out by itself where there is no list
+        return _Layer(answer="keeps")  # excluded by default if there is no list
     return _Layer(matrix.module, (matrix.module,))
 
 
 def _names_of(row: ListReader, layer: _Layer, covered: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """The names that decide: in a list of compressed-tensors the own one where an entry covers it, else the parts."""
+    """The names that decide: with a list of compressed-tensors the layer's if an entry covers it, else the parts."""
     if COMPRESSED in row.methods and row.fused is not None:
         return (layer.name,) if layer.name in covered["fused"] else layer.parts
     return tuple(dict.fromkeys(filter(None, [*layer.parts, layer.name]))) if layer.parts else ()
@@ -289,28 +283,21 @@ def _answer_of(
 
 @dataclass(frozen=True)
 class _Targeted:
-    """What a reader makes of `targets`.
-
-    Source: compressed-tensors `utils/match.py`, `match_targets`; `compressed_tensors/utils.py` of vLLM and SGLang,
-    `find_matched_target`.
-    """
+    """A reader's `targets`. Source: compressed-tensors `match_targets`; vLLM's and SGLang's `find_matched_target`."""
 
     row: ListReader
     targets: Sequence[Target]  # in the order in which it tries them
     by_name: Mapping[str, Target]
 
     def answer(self, layer: _Layer) -> tuple[Answer, Target | None]:
-        """The answer for a layer that no entry covers; SGLang demands a target for each. And the one target."""
-        found = self._of(layer)
-        nothing: Answer = "refuses" if self.row.namespace == "sglang" else "keeps"
-        answers: set[Answer] = {target.kind if target else nothing for target in found}
+        """The answer for a layer that no entry covers, and its only target; SGLang requires a target for each layer."""
+        found = self._find(layer)
+        default: Answer = "refuses" if self.row.namespace == "sglang" else "keeps"
+        answers: set[Answer] = {target.kind if target else default for target in found}
         return answers.pop() if len(answers) == 1 else "refuses", found[0] if len(set(found)) == 1 else None
 
-    def _of(self, layer: _Layer) -> list[Target | None]:
-        """The targets for a layer: by its own name, then its class and the names of its parts.
-
-        Parts by name count only where there is a target for all of them; that of the first then stands in engines.
-        """
+    def _find(self, layer: _Layer) -> list[Target | None]:
+        """The targets for a layer: by its name, its class, or its parts, if each has one; the first counts."""
         if layer.name in self.by_name:
             return [self.by_name[layer.name]]
         by_class = self._by_class(layer)
@@ -324,10 +311,7 @@ class _Targeted:
         return parts[:1]
 
     def _by_class(self, layer: _Layer) -> Target | None:
-        """What the first target makes of a class: a pattern from the start, else any part of its name in any case.
-
-        Routed experts take the target Linear over. Source: `compressed_tensors.py` of vLLM and SGLang.
-        """
+        """The first target for a class; experts also have Linear. Source: vLLM's, SGLang's `compressed_tensors.py`."""
         if self.row.namespace == "class":
             return next((target for target in self.targets if class_name(target.pattern)(layer.name)), None)
         experts = "FusedMoE" if self.row.namespace == "sglang" else "RoutedExperts"
@@ -339,11 +323,11 @@ class _Targeted:
 
 
 def _targeted(row: ListReader, layers: Iterable[_Layer], targets: Sequence[Target]) -> _Targeted:
-    own = row.namespace != "class"
-    names = Names(frozenset(name for layer in layers for name in (*layer.parts, *((layer.name,) if own else ()))))
-    targets = targets if own else by_priority(targets)
+    is_engine = row.namespace != "class"
+    names = Names(frozenset(name for layer in layers for name in (*layer.parts, *((layer.name,) if is_engine else ()))))
+    targets = targets if is_engine else by_priority(targets)
     names.check([target.pattern for target in targets], regex_or_exact)
-    found: dict[str, Target] = {}
-    for target in targets:
-        found = dict.fromkeys(names.covered(regex_or_exact, target.pattern), target) | found
-    return _Targeted(row, targets, found)
+    by_name: dict[str, Target] = {}
+    for target in reversed(targets):
+        by_name |= dict.fromkeys(names.covered(regex_or_exact, target.pattern), target)
+    return _Targeted(row, targets, by_name)

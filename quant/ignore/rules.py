@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,32 +60,16 @@ def finding(
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
     """Runs all rules and returns the findings, worst first."""
-    findings = [
-        *_refused(subject),
-        *_nothing_packed(subject),
-        *_differences(subject),
-        *_partly(subject),
-        *_mixed(subject),
-        *_forbidden(subject),
-        *(_overreach(subject) if subject.is_compressed else ()),
-        *_unused(subject),
-        *indexer_key(subject),
-        *groups(subject),
-        *fusion(subject),
-        *kv_cache(subject),
-        *two_configs(subject),
-        *not_known(subject),
-    ]
-    return tuple(sorted(findings, key=lambda one: ORDER.index(one.severity)))
+    found = (finding for rule in _RULES for finding in rule(subject))
+    return tuple(sorted(found, key=lambda one: ORDER.index(one.severity)))
 
 
 def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     for refusal in subject.find_refusals():
-        if who := [reader for reader in refusal.readers if reader in subject.readers]:
-            severity: LintSeverity = min((subject.severities[reader] for reader in who), key=ORDER.index)
-            if refuses_own_format(who, subject.asked):
-                severity = "error"
-            yield finding("refused", severity, refusal.what, refusal.hint, [], who)
+        if readers := [reader for reader in refusal.readers if reader in subject.readers]:
+            severity: LintSeverity = min((subject.severities[reader] for reader in readers), key=ORDER.index)
+            severity = "error" if refuses_own_format(readers, subject.asked) else severity
+            yield finding("refused", severity, refusal.what, refusal.hint, [], readers)
 
 
 def _nothing_packed(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -118,17 +102,18 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         reason = matrix.reason if matrix.reason and not packs and answer == "packs" else None
         entry = matrix.entry if not packs else None
         kind = entry if subject.is_int4 else entry and without_numbers(entry)
-        who = tuple(one.reader for one in several)
-        groups.setdefault((answer, kind_of(several[0]), who, severity, reason, kind), []).append(several[0])
-    for (answer, _, who, severity, reason, entry), several in groups.items():
+        names = tuple(one.reader for one in several)
+        groups.setdefault((answer, kind_of(several[0]), names, severity, reason, kind), []).append(several[0])
+    for (answer, _, names, severity, reason, entry), several in groups.items():
         tensors = [one.tensor for one in several]
         patterns = tuple(fold(dict.fromkeys(pattern for one in several for pattern in one.patterns)))
-        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {reason_of(several)}"
+        verb = (_SLIME if names[0] in TRAINERS else _WORDS)[answer]
+        message = f"{' and '.join(names)} {verb}, {reason_of(several)}"
         message += f"; {_unpacked(subject, reason)}" if reason else ""
         is_other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
-        hint = OTHER_FORMAT if is_other else subject.next_move(who, patterns, entry)
+        hint = OTHER_FORMAT if is_other else subject.next_move(names, patterns, entry)
         kind = "exposed" if reason else "disagreement"
-        yield finding(kind, severity, message, hint, tensors, who, patterns[0] if patterns else None)
+        yield finding(kind, severity, message, hint, tensors, names, patterns[0] if patterns else None)
 
 
 def _unpacked(subject: IgnoreList, reason: str) -> str:
@@ -179,13 +164,13 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
         if packs and (reason := forbidden(matrix, subject.tree, subject.readers)):
             dense = SGLANG if subject.tree.dense_for(matrix.module) else ()
             answers = {one: subject.readings[one].answers[index] for one in subject.readers}
-            who = tuple(one for one, answer in answers.items() if answer == "keeps" or one in dense)
+            readers = tuple(one for one, answer in answers.items() if answer == "keeps" or one in dense)
             tensor = matrix.module + PACKED if subject.is_int4 else matrix.tensor
-            packed.setdefault((reason, who), []).append(tensor)
-    for (reason, who), tensors in packed.items():
-        message, hint = f"packed but must not be: {reason}", "quantize again with `ckptkit quantize`"
-        if who:
-            yield finding("packed", "error", message, hint, tensors, who)
+            packed.setdefault((reason, readers), []).append(tensor)
+    for (reason, readers), tensors in packed.items():
+        if readers:
+            hint = "quantize again with `ckptkit quantize`"
+            yield finding("packed", "error", f"packed but must not be: {reason}", hint, tensors, readers)
 
 
 _MANY = 20  # if more entries cover nothing, only the first is shown
@@ -193,23 +178,24 @@ _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
 def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds entries whose layer number or module name is also the start of another one."""
-    routers = frozenset(
-        name_in_layer(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
-    )
+    """Finds entries with a layer number or module name that is also the start of another one."""
+    if not subject.is_compressed:
+        return
+    others = [*subject.tree.others, *subject.tree.gates]
+    routers = frozenset(tail(name) for name in others if layer_of(name) is not None)
     for pattern in subject.ignore:
-        swallowed: dict[str, list[str]] = {}
+        tensors: dict[str, None] = {}
+        readers = []
         for reader in subject.readers:
-            for index in subject.readings[reader].covering(pattern):
-                matrix = subject.matrices[index]
-                if _goes_beyond(pattern, matrix.module, routers):
-                    swallowed.setdefault(matrix.tensor, []).append(reader)
-        if swallowed:
-            who = [reader for reader in subject.readers if any(reader in several for several in swallowed.values())]
+            matrices = [subject.matrices[index] for index in subject.readings[reader].covering(pattern)]
+            if extra := [one.tensor for one in matrices if _goes_beyond(pattern, one.module, routers)]:
+                tensors |= dict.fromkeys(extra)
+                readers.append(reader)
+        if tensors:
             hint = "end the entry at the end of the name: `(\\.|$)` after a layer's number, "
             hint += "`(\\.weight)?$` after a module's name"
             message = f"'{pattern}' also covers modules that it does not name"
-            yield finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
+            yield finding("over-match", "warning", message, hint, list(tensors), readers, pattern)
 
 
 def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
@@ -231,12 +217,16 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
 def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds entries that cover nothing for any reader. An entry for a tied output layer is fine.
 
-    Only a note if config.json does not determine all modules: the entry may be for an unknown one.
+    It is only a note if config.json does not determine all modules. In other formats than INT4 entries must name a
+    stored tensor: trainers also list norms and biases, which no reader looks up.
     """
-    if not subject.is_int4:
-        yield from _unused_of_any_format(subject)
-        return
     unused = idle(subject)
+    if not subject.is_int4:
+        unused = [pattern for pattern in unused if not subject.names_any(pattern)]
+        if unused and subject.indexed and subject.matrices:
+            message = f"{len(unused)} entries name no stored tensor, such as '{unused[0]}'"
+            yield finding("unused", "note", message, "correct them if they are meant for a stored one", [])
+        return
     for pattern in unused if len(unused) <= _MANY else unused[:1]:
         more = len(unused) - 1 if len(unused) > _MANY else 0
         covers = f"'{pattern}' and {more} more entries cover" if more else f"'{pattern}' covers"
@@ -248,14 +238,6 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
             hint = "put the release's model.safetensors.index.json next to config.json: it names all modules"
             message = f"{covers} no module known from config.json, which does not name all modules"
             yield finding("not judged", "note", message, hint, [], (), pattern)
-
-
-def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds entries that name no stored tensor. Trainers also list norms and biases, which no reader looks up."""
-    unused = [pattern for pattern in idle(subject) if not subject.names_any(pattern)]
-    if unused and subject.indexed and subject.matrices:
-        message = f"{len(unused)} entries name no stored tensor, such as '{unused[0]}'"
-        yield finding("unused", "note", message, "correct them if they are meant for a stored one", [])
 
 
 def idle(subject: IgnoreList) -> list[str]:
@@ -304,7 +286,7 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
 
 
 def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a quantized key-value cache whose scales are not stored."""
+    """Finds a quantized key-value cache without stored scales."""
     content = declared_quantization(subject.config)
     declared = content.get("kv_cache_scheme") is not None or content.get("kv_cache_quant_algo")
     if not declared or not subject.leaves or any(name.endswith(_KV_SCALES) for name in subject.leaves):
@@ -314,9 +296,9 @@ def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
         message += "that was never written, and engines use 1.0"
         hint = "calibrate again, or set kv_cache_scheme to null"
         yield finding("cache scales", "error", message, hint, [], ["transformers"])
-        return
-    message = "the config declares a quantized key-value cache, but no scale of it is stored: engines use 1.0"
-    yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is intended", [])
+    else:
+        message = "the config declares a quantized key-value cache, but no scale of it is stored: engines use 1.0"
+        yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is intended", [])
 
 
 def two_configs(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -330,3 +312,9 @@ def not_known(subject: IgnoreList) -> Iterator[LintFinding]:
         model = subject.config.get("model_type")
         message = f"the Linear layers of model_type {model!r} are not known, so entries are not compared with them"
         yield finding("not judged", "note", message, "`ckptkit inspect` shows how its tensors are stored", [])
+
+
+_RULES: tuple[Callable[[IgnoreList], Iterator[LintFinding]], ...] = (
+    *(_refused, _nothing_packed, _differences, _partly, _mixed, _forbidden, _overreach, _unused),
+    *(indexer_key, groups, fusion, kv_cache, two_configs, not_known),
+)

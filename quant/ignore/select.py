@@ -1,7 +1,7 @@
 """Selects the tensors to quantize, by a reference or the model's classes, without those that `ignore` covers.
 
-Engines also hold latent and linear attention and multi-token prediction layers in FP8, MXFP4 and NVFP4, but not in
-INT4. A selection is refused if readers would disagree on it, or if it has only a part of a layer that engines fuse.
+In FP8, MXFP4 and NVFP4, but not in INT4, engines also hold latent and linear attention and multi-token prediction
+layers. A selection is refused if readers would disagree on it, or if it has only a part of a fused layer.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def select_int4_weights(
 ) -> frozenset[str]:
     """Returns the tensors to quantize to INT4; `scheme.ignore` is the complete list, without `default_ignore`.
 
-    `like`: the names of an INT4 checkpoint of the same model, whose packed weights are packed. Otherwise the model's
-    classes and `ignore` decide. `tp`: a tensor parallel size that SGLang's kernels must be able to load. `readers`:
-    those that must agree, like `--reader`.
+    `like`: the names of an INT4 checkpoint of the same model, or None if the model's classes and `ignore` decide.
+    `tp`: a tensor parallel size that SGLang's kernels must be able to load. `readers`: like `--reader`.
 
     Raises CkptkitError, naming tensors and a fix, if a reader interprets an entry differently, if a tensor to quantize
     is not a float matrix or does not divide into groups or tiles, and if `like` packs a weight that cannot be INT4, or
@@ -71,25 +70,21 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
     packed = [matrix.module + PACKED in like for matrix in matrices]
     pairs = list(zip(matrices, packed, strict=True))
     if wrong := [matrix for matrix, packs in pairs if packs and matrix.reason]:
-        raise CkptkitError(
-            f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, "
-            f"which cannot be INT4: {wrong[0].reason}",
-            "give the INT4 release that your engine serves",
-        )
+        names = summarize(matrix.module + PACKED for matrix in wrong)
+        message = f"--like has {names}, which cannot be INT4: {wrong[0].reason}"
+        raise CkptkitError(message, "give the INT4 release that your engine serves")
     expected = [matrix.tensor for matrix, packs in pairs if not packs and matrix.reason is None]
     if missing := [tensor for tensor in expected if tensor not in like]:
-        raise CkptkitError(
-            f"--like has neither {summarize(missing)} nor its packed form",
-            "it must be a checkpoint of the same model, with one tensor an expert",
-        )
+        message = f"--like has neither {summarize(missing)} nor its packed form"
+        raise CkptkitError(message, "it must be a checkpoint of the same model, with one tensor an expert")
     return packed
 
 
 def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:
     """Entries for embeddings, routers, the output embedding and draft layers, which must not be packed.
 
-    `like`: the names of an INT4 checkpoint, whose unpacked matrices get entries too. Readers that know classes would
-    skip embeddings and routers anyway; slime packs every weight that no entry covers.
+    `like`: the names of an INT4 checkpoint; its unpacked matrices also get entries. Only slime needs those for
+    embeddings and routers: it packs every weight that no entry covers.
     """
     tree = class_tree(config)
     excluded = [*tree.others, *sorted(name for name in tree.linears - tree.packable if name != tree.head), tree.head]
@@ -106,15 +101,13 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
 
 def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
     _check_dtypes(chosen)
-    if ragged := [spec for spec in chosen if spec.shape[1] % scheme.divisor]:
-        sizes = sorted({spec.shape[1] for spec in ragged})
+    if ragged := {spec.name: spec.shape[1] for spec in chosen if spec.shape[1] % scheme.divisor}:
+        sizes = sorted(set(ragged.values()))
         fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
-        raise CkptkitError(
-            f"groups of {scheme.divisor} do not divide the {', '.join(map(str, sizes))} input features of "
-            f"{summarize(spec.name for spec in ragged)}",
-            (f"use --group-size {fitting[-1]}, or " if fitting else "")
-            + f"leave them out: {ignore_options(spec.name for spec in ragged)}",
-        )
+        features = f"the {', '.join(map(str, sizes))} input features of {summarize(ragged)}"
+        other_size = f"use --group-size {fitting[-1]}, or " if fitting else ""
+        hint = f"{other_size}leave them out: {ignore_options(ragged)}"
+        raise CkptkitError(f"groups of {scheme.divisor} do not divide {features}", hint)
 
 
 def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str]:
@@ -123,8 +116,7 @@ def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str
     `specs`: the checkpoint's names. A tied output embedding, which is not stored, is not expected.
     Raises CkptkitError like `read_scheme` and `class_tree`.
     """
-    ignore = read_scheme(config).ignore
-    tree = class_tree(config)
+    ignore, tree = read_scheme(config).ignore, class_tree(config)
     stored = tree.linears if any(name.startswith(f"{tree.head}.") for name in specs) else tree.linears - {tree.head}
     return set(stored - ignored(stored, ignore))
 
@@ -156,11 +148,10 @@ def select_float_weights(
 ) -> EightBit:
     """Selects the tensors to quantize to FP8 or FP4, by headers; `specs` has one tensor an expert.
 
-    `ignore`: entries for modules to leave out, in compressed-tensors' language. `block`: rows and columns that share a
-    scale; layers that do not fit the blocks as engines require stay unquantized, with a note. `like`: the names of an
-    FP8 checkpoint of the same model, whose weights with scales are quantized. `kept`: endings of modules that engines
-    hold in BF16 in this format. Raises CkptkitError if `ignore` or `like` splits a fused layer, and if nothing is left
-    to quantize.
+    `ignore`: entries in compressed-tensors' language. `block`: rows and columns that share a scale; layers that do not
+    fit the blocks as engines require stay unquantized, with a note. `like`: the names of an FP8 checkpoint of the same
+    model; only its weights with scales are quantized. `kept`: endings of modules that engines hold in BF16 in this
+    format. Raises CkptkitError if `ignore` or `like` splits a fused layer, and if nothing is left to quantize.
     """
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
@@ -178,13 +169,9 @@ def select_float_weights(
         chosen = [specs[matrix.tensor] for matrix in layer if matrix.tensor in selected]
         if chosen and len(chosen) < len(layer):
             parts = [matrix.tensor for matrix in layer]
-            plain, packed = (
-                summarize(name for name in parts if (name in selected) == is_in) for is_in in (False, True)
-            )
-            raise CkptkitError(
-                f"{plain} would stay unquantized but {packed} would be quantized, and engines fuse them into one layer",
-                f"leave out all of them: {ignore_options(parts)}",
-            )
+            plain, packed = (summarize(one for one in parts if (one in selected) == is_in) for is_in in (False, True))
+            message = f"{plain} would stay unquantized but {packed} would be quantized, and engines fuse them"
+            raise CkptkitError(f"{message} into one layer", f"leave out all of them: {ignore_options(parts)}")
         if fault := _fault(chosen, layer[0], block):
             unfit.update(dict.fromkeys((spec.name for spec in chosen), fault))
     names = frozenset(selected - unfit.keys())
@@ -202,9 +189,8 @@ def select_float_weights(
 
 def nothing_left(ignore: Sequence[str], notes: Sequence[str] = ()) -> CkptkitError:
     """The error if no weight is left to quantize; `notes`: on weights that do not fit the scheme."""
-    hint = "choose another --scheme, or serve the checkpoint as it is"
-    if ignore and not notes:
-        hint = "leave out the --ignore that covers all of them"
+    hint = "choose another --scheme, or serve the source checkpoint"
+    hint = "leave out the --ignore that covers all of them" if ignore and not notes else hint
     return CkptkitError("; ".join(("no weight is left to quantize", *notes)), hint)
 
 
@@ -233,15 +219,11 @@ def _by_layer(matrices: Sequence[Matrix], tree: ClassTree) -> list[list[Matrix]]
 
 
 def _fault(specs: Sequence[TensorSpec], first: Matrix, block: tuple[int, int]) -> str | None:
-    """The reason why blocks do not fit a layer, or None.
-
-    Kernels quantize activations in groups as wide as a block, which must divide the columns. Scales of fused layers are
-    concatenated, so that blocks must divide the rows of each part; of latent attention, of all but the last. Source:
-    SGLang `Fp8LinearMethod.validate_block_quant_shapes`, `per_token_group_quant_fp8`.
-    """
+    """The reason why blocks do not fit a layer, or None. Source: SGLang `validate_block_quant_shapes`."""
     height, width = block
     if any(spec.shape[1] % width for spec in specs if len(spec.shape) == 2):
         return f"blocks of {width} columns do not divide them"
+    # Scales of fused layers are concatenated: blocks must divide each part; of latent attention all but the last.
     latent = first.module.endswith(LATENT_DOWN)
     parts = [spec for spec in specs if not (latent and spec.name.endswith(f"{LATENT_DOWN[-1]}.weight"))]
     if (len(specs) > 1 or first.expert) and any(spec.shape[0] % height for spec in parts):
@@ -258,11 +240,7 @@ def _check_dtypes(chosen: Sequence[TensorSpec]) -> None:
 
 
 def _unquantized_modules(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTree) -> tuple[str, ...]:
-    """Full names of modules that are not quantized, sorted; experts by the name of their container.
-
-    If an engine looks up a module by another name, as for draft layers and other towers, that name is added. For layers
-    that engines fuse although parts are missing, the names of all parts are added.
-    """
+    """Full names of unquantized modules, sorted, as in the release and in engines; experts by their container."""
     modules, quantized = {tree.head}, {name_in_layer(name.removesuffix(".weight")) for name in names}
     for matrix in matrices:
         if matrix.tensor in names:

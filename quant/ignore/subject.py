@@ -100,7 +100,7 @@ class IgnoreList:
         return {reader: replace(reading, answers=answers(reading)) for reader, reading in readings.items()}
 
     def _is_in_a_layer(self, module: str) -> bool:
-        """Whether `quantized_layers` names a module or one that contains it; others are not quantized."""
+        """Whether `quantized_layers` names a module or one that contains it, so that it is quantized."""
         parts = module.split(".")
         return any(".".join(parts[:count]) in (self.per_layer or ()) for count in range(len(parts), 0, -1))
 
@@ -112,9 +112,9 @@ class IgnoreList:
     @cached_property
     def packed(self) -> tuple[bool, ...]:
         """Whether each matrix is quantized: by stored names if any is, else by the model's classes and the list."""
-        if self.stored is not None:
-            return tuple(matrix.module in self.stored for matrix in self.matrices)
-        return tuple(packed_by(self.matrices, self.readings[self.base]))
+        if self.stored is None:
+            return tuple(packed_by(self.matrices, self.readings[self.base]))
+        return tuple(matrix.module in self.stored for matrix in self.matrices)
 
     @cached_property
     def pairs(self) -> list[tuple[Matrix, bool]]:
@@ -259,20 +259,19 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     int4 = any(group.kind == "packs" for group in groups)
     if method == COMPRESSED:
         if not int4 and not any(_bits(group) for group in groups):
-            raise CkptkitError(
-                f"{file}: no config group has INT4, FP8 or FP4 weights (format {content.get('format')!r})",
-                "lint checks these formats and their ignore lists",
-            )
+            message = f"{file}: no config group has INT4, FP8 or FP4 weights (format {content.get('format')!r})"
+            raise CkptkitError(message, "lint checks these formats and their ignore lists")
         ignore = get_list(content, "ignore")
     else:
         lists = (entries for key in KEYS[method] if isinstance(entries := content.get(key), list))
         ignore = list(dict.fromkeys(str(entry) for entries in lists for entry in entries))
-    targets = targets_of(groups) if int4 else _float_targets(groups)
+    has_fp4 = any(_bits(group) == 4 for group in groups)
+    targets = targets_of(groups) if int4 else _float_targets(groups, 4 if has_fp4 else 8)
     check_entries(ignore, f"{file}: {KEYS[method][0]}")
     check_entries([target.pattern for target in targets], f"{file}: targets")
     stored, source = _stored_names(path)
     config, tree, names, matrices = _model(config, stored, any_format=not int4)
-    packed = frozenset(packed_in(names) if int4 or _has_fp4(groups) else quantized_in(names))
+    packed = frozenset(packed_in(names) if int4 or has_fp4 else quantized_in(names))
     scaled = frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE)) if groups else frozenset()
     # slime reads compressed-tensors' lists only for INT4.
     every = tuple(one for one in readers_of_method(method) if int4 or method != COMPRESSED or one != "slime")
@@ -299,11 +298,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
 def _model(
     config: Mapping[str, Any], stored: Sequence[str], *, any_format: bool
 ) -> tuple[Mapping[str, Any], ClassTree, Sequence[str], list[Matrix]]:
-    """Returns the config as its tensors are stored, the model's modules, their tensor names, and the matrices.
-
-    `any_format`: not INT4, so that an unknown model has no matrices, and draft layers without weights are not judged:
-    it is not known whether they are quantized.
-    """
+    """Returns the config of the stored tensors, the model's modules, their tensor names, and the known matrices."""
     family = find_family(config)
     if any_format and (family is None or family.release is None):
         return config, _NOTHING_KNOWN, stored, []
@@ -320,14 +315,9 @@ def _bits(group: Group) -> object:
     return group.weights.get("num_bits") if group.weights.get("type") == "float" else None
 
 
-def _has_fp4(groups: Iterable[Group]) -> bool:
-    return any(_bits(group) == 4 for group in groups)
-
-
-def _float_targets(groups: Sequence[Group]) -> tuple[Target, ...]:
-    """The targets of groups of floats: FP4 counts as packed, and FP8 then as another format; else FP8 as packed."""
-    main = 4 if _has_fp4(groups) else 8
-    kinds: tuple[Kind, ...] = tuple("packs" if _bits(group) == main else "other" for group in groups)
+def _float_targets(groups: Sequence[Group], bits: int) -> tuple[Target, ...]:
+    """The targets of groups of floats: those with these bits count as packed, the others as another format."""
+    kinds: tuple[Kind, ...] = tuple("packs" if _bits(group) == bits else "other" for group in groups)
     return tuple(replace(one, kind=kinds[one.group]) for one in targets_of(groups) if groups[one.group].weights)
 
 
@@ -357,10 +347,8 @@ def _method_of(config: Mapping[str, Any], where: object) -> Method:
         method = f"modelopt {'fp4' if 'NVFP4' in algo else 'mxfp8' if 'MXFP8' in algo else 'fp8'}"
     if method not in get_args(Method):
         known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
-        raise CkptkitError(
-            f"{where}: {describe_quantization(config)}",
-            f"lint checks the lists of {', '.join(known[:-1])} and {known[-1]}",
-        )
+        message = f"{where}: {describe_quantization(config)}"
+        raise CkptkitError(message, f"lint checks the lists of {', '.join(known[:-1])} and {known[-1]}")
     return cast("Method", method)
 
 
@@ -372,11 +360,7 @@ def _leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
 
 
 def _allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
-    """The matrices with the reasons that hold for every format: draft layers and towers may be quantized.
-
-    So may experts in one tensor a layer. A draft layer that SGLang looks up by the name of a layer of the model is
-    excluded or quantized with that one. Linear layers that no INT4 release quantizes are not judged: releases differ.
-    """
+    """The matrices with reasons for all formats, without Linear layers that only some releases quantize."""
     return [
         replace(matrix, reason=_reason(matrix, tree), sglang=matrix.sglang or matrix.sglang_own)
         for matrix in matrices

@@ -1,4 +1,4 @@
-"""The modules of a model, sorted by the rules of its family: names alone cannot tell a Linear from a router."""
+"""The modules of a model, sorted by the rules of its family, since names do not distinguish a Linear from a router."""
 
 from __future__ import annotations
 
@@ -21,37 +21,31 @@ from ckptkit.quant.engines.registry import engine_class
 
 DRAFT_LAYER = "draft layer"
 _OUTSIDE, _KEPT = "outside the language model", "no release quantizes it"
-# Why ckptkit leaves a module unquantized that some readers load quantized: theirs to judge, each by its own names.
+# Reasons for modules that ckptkit leaves unquantized although some readers load them quantized.
 UNPACKED_BY_CHOICE = (DRAFT_LAYER, _OUTSIDE, _KEPT)
 
 
 def is_gate(blocks: Collection[str], linear: str, routers: tuple[str, ...]) -> bool:
-    """Whether a Linear chooses or weighs experts: in one of their blocks, unless it makes their inputs, or by its name.
-
-    `routers`: as in `Release`.
-    """
+    """Whether a Linear chooses or weighs experts: a non-projection in a block of experts, or a name in `routers`."""
     block, _, name = linear.rpartition(".")
     return (block in blocks and not name.endswith("_proj")) or linear.endswith(routers or ("\0",))
 
 
 @dataclass(frozen=True)
 class ClassTree:
-    """Modules of a model by the names of its release, with one name an expert and projection.
+    """Modules of a model by the names of its release, with one name for each expert and projection."""
 
-    No INT4 reader packs head or gates.
-    """
-
-    linears: frozenset[str]  # every Linear layer of the language model, the next three included
+    linears: frozenset[str]  # every Linear layer of the language model, including the next three
     head: str  # the output embedding
-    gates: frozenset[str]  # directly beside the experts, to choose or weigh them
+    gates: frozenset[str]  # next to the experts, to choose or weigh them
     experts: frozenset[str]  # projections of routed experts
-    others: Mapping[str, str]  # modules of another class whose `weight` has two or more axes, with that class
+    others: Mapping[str, str]  # modules of other classes with a `weight` of two or more axes, with their class
     drafts: tuple[Draft, ...] = ()  # multi-token prediction layers, for which transformers has no classes
     outside: tuple[str, ...] = ()  # prefixes of modules outside the language model
-    dense: tuple[Dense, ...] = ()  # what SGLang's class cannot hold as INT4
-    linear_names: frozenset[str] = frozenset()  # every Linear of the whole model, by each name that lists may use
+    dense: tuple[Dense, ...] = ()  # layers that SGLang's class cannot hold as INT4
+    linear_names: frozenset[str] = frozenset()  # every Linear of the complete model, by each name that lists may use
     kept_endings: tuple[str, ...] = ()  # endings of Linear layers that no release quantizes
-    partly_fused: bool = False  # engines fuse queries, keys and values also where some of them are not there
+    partly_fused: bool = False  # engines fuse queries, keys and values even if some of them are missing
     whole: bool = True  # all modules but those of draft layers are known, also outside the language model
 
     @cached_property
@@ -61,28 +55,28 @@ class ClassTree:
 
     @cached_property
     def tails(self) -> frozenset[str]:
-        """Names of Linear layers inside a decoder layer, with expert numbers left out."""
+        """Names of Linear layers inside a decoder layer, without expert numbers."""
         return frozenset(name_in_layer(name) for name in self.linears - self.gates)
 
     def tails_of(self, draft: Draft) -> frozenset[str]:
-        """As `tails`, and modules of other classes, of the one decoder layer that a draft layer is like."""
+        """Like `tails`, with modules of other classes, of the decoder layer that a draft layer copies."""
         layers = {name: layer_of(name) or 0 for name in [*self.linears, *self.others] if layer_of(name) is not None}
         like = max(layers.values(), default=0) if draft.like is None else draft.like
         return frozenset(name_in_layer(name) for name, layer in layers.items() if layer == like)
 
     def reason_to_keep(self, module: str) -> str | None:
-        """Why this module is never INT4; None when it may be."""
+        """The reason why this module is never INT4, or None if it may be."""
         dense = self.dense_for(module)
         return self.reason_in_any_format(module) or (dense.reason if dense else None)
 
     def reason_in_any_format(self, module: str) -> str | None:
-        """Why this module is not quantized to any format; None when it may be."""
-        if module in self.others:
-            return f"{self.others[module]} is not a Linear"
+        """The reason why this module is not quantized to any format, or None if it may be."""
+        if (class_name := self.others.get(module)) is not None:
+            return f"{class_name} is not a Linear"
         if module == self.head:
             return "output embedding"
         if module in self.gates:
-            return "beside the experts: a router or a gate"
+            return "next to the experts: a router or a gate"
         if self.draft_of(module):
             return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
@@ -92,18 +86,17 @@ class ClassTree:
         return None if module in self.linears else "not a module of the model"
 
     def is_kept(self, module: str) -> bool:
-        """Whether a Linear layer stays as it is in every release."""
+        """Whether no release quantizes a Linear layer."""
         return module.endswith(self.kept_endings or ("\0",))
 
     def is_router(self, module: str) -> bool:
-        """Whether a module of a decoder layer chooses experts: a gate, or of a class of its own in the layer."""
+        """Whether a module of a decoder layer chooses experts: a gate, or a module of a special class."""
         return module in self.gates or (module in self.others and layer_of(module) is not None)
 
     def dense_for(self, module: str) -> Dense | None:
-        """Why SGLang's class cannot hold a module as INT4, if it cannot."""
-        if module in self.experts:
-            return None
-        return next((dense for dense in self.dense if re.fullmatch(dense.pattern, module)), None)
+        """The layers to which a module belongs that SGLang's class cannot hold as INT4, if any."""
+        matching = (dense for dense in self.dense if re.fullmatch(dense.pattern, module))
+        return None if module in self.experts else next(matching, None)
 
     def draft_of(self, module: str) -> Draft | None:
         """The draft layer that holds a module, if one does."""
@@ -111,16 +104,15 @@ class ClassTree:
 
 
 def class_tree(config: Mapping[str, Any]) -> ClassTree:
-    """The modules of the model that an HF config describes, from the rules of its family.
+    """The modules of the model of an HF config, from the rules of its family.
 
-    A config that the family does not convert (attention with biases, a key left out) is asked of transformers' own
-    classes, where these have the same modules. That takes seconds. Raises CkptkitError when the model is not known, or
-    transformers refuses the config too.
+    If the family does not convert the config (attention with biases, a missing key), transformers' classes are built,
+    which takes seconds. Raises CkptkitError for an unknown model, or if transformers also refuses the config.
     """
     return _class_tree(json.dumps(dict(config), sort_keys=True))
 
 
-@lru_cache(maxsize=4)  # several questions are asked of one model
+@lru_cache(maxsize=4)  # there are several questions about one model
 def _class_tree(text: str) -> ClassTree:
     config: Mapping[str, Any] = json.loads(text)
     check_config(config)
@@ -136,7 +128,7 @@ def _class_tree(text: str) -> ClassTree:
 
 
 def config_for_class(release: Release, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config from which transformers builds its class of a family's model, which releases may call otherwise."""
+    """The config from which transformers builds its class of a family's model, with transformers' `model_type`."""
     if config["model_type"] not in FAMILIES:
         return config
     model_type = config["model_type"] if release.nested or not release.model_type else release.model_type
@@ -144,10 +136,7 @@ def config_for_class(release: Release, config: Mapping[str, Any]) -> Mapping[str
 
 
 def release_of(config: Mapping[str, Any]) -> Release:
-    """How releases of this config's `model_type` are spelled.
-
-    Raises CkptkitError where INT4 is not supported for it.
-    """
+    """The release names of this config's `model_type`. Raises CkptkitError if INT4 is not supported for it."""
     family = find_family(config)
     if family is None or family.release is None:
         refuse_draft(config)
@@ -161,7 +150,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
 
 
 def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) -> ClassTree:
-    """The modules as the rules of the family have them. Raises CkptkitError as `ModelFamily.read_dims`."""
+    """The modules by the rules of the family. Raises CkptkitError as `ModelFamily.read_dims`."""
     linears, others = _modules(family, config)
     experts = frozenset(name for name in linears if ".experts." in name)
     blocks = {name.partition(".experts.")[0] for name in experts}
@@ -185,10 +174,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
 
 
 def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
-    """The Linear layers of the language model, and its modules of other classes.
-
-    Without multi-token prediction layers.
-    """
+    """The Linear layers and the other modules of the language model, without multi-token prediction layers."""
     release, dims = family.release or Release(), family.read_dims(config)
     linears: set[str] = set()
     others: dict[str, str] = {}
@@ -198,8 +184,7 @@ def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], 
         for name, shape in rule.hf.items():
             if len(shape) < 2 or not name.endswith(".weight"):
                 continue
-            modules = rule.names_of(name.removesuffix(".weight"), dims.experts)
-            for module in modules:
+            for module in rule.names_of(name.removesuffix(".weight"), dims.experts):
                 if rule.kind == "Linear" or (rule.kind == "Router" and module.endswith(release.routers or ("\0",))):
                     linears.add(module)
                 else:

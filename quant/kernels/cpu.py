@@ -1,14 +1,12 @@
 """The CPU kernels, compiled by Numba: INT4 codes and scales, and codes of float8_e4m3fn and E2M1, on all cores.
 
 Each loop goes over neighbours, reads some arrays and writes others, so that LLVM turns it into vector instructions.
-That is why the largest weight of every group is found by halving a whole block several times, and not by a short loop
-a group. Weights are compared as integers that order as the floats do. So NaN needs no rule, and whatever is not finite
-lies beyond the bits of infinity. A code of a float is rounded half to even by integer arithmetic on the bits of a
-float32; torch converts one number at a time.
+Therefore the largest weight of every group is found by halving a complete block several times, and not by a short loop
+for each group. Weights are compared as integers of the same order: NaN needs no rule, and non-finite numbers are beyond
+the bits of infinity. A code of a float is rounded half to even by integer arithmetic on the bits of a float32.
 
-INT4 runs at 0.7 to 1.3 times the speed of instructions written by hand with llvmlite (docs/quantize.md). A kernel is
-compiled at the first call for a combination of dtypes and formula, which takes seconds. Later processes load it from
-Numba's cache on disk in a fraction of a second.
+INT4 runs at 0.7 to 1.3 times the speed of hand-written llvmlite instructions (docs/quantize.md). The first call for a
+combination of dtypes and formula compiles a kernel in seconds; later processes load it from Numba's cache on disk.
 """
 
 from __future__ import annotations
@@ -49,24 +47,24 @@ inlined = njit(**_OPTIONS, forceinline=True)
 
 
 class _Variant(NamedTuple):
-    """What the code is compiled for. `quotient`: the kind that a weight divided by its scale is rounded to."""
+    """The constants of compiled code."""
 
     weight: int
     scale: int
-    quotient: int
+    quotient: int  # the kind to which a weight divided by its scale is rounded
     qmax7: bool
     symmetric: bool
-    infinity: int  # bits of the weight's
-    eps: np.float32  # of the scale's dtype, which stands for a scale of zero
+    infinity: int  # bits in the weight's kind
+    eps: np.float32  # of the scale's dtype, instead of a scale of zero
 
 
 @cache
 def kernel(weight: torch.dtype, scale: torch.dtype, grid: Grid, symmetric: bool) -> Callable[..., bool]:
     """The function `quantize(weights, words, scales, zero points, first, last, size)`, compiled at its first call.
 
-    It quantizes groups `first` to `last` of `size` neighbouring weights each. Weights and scales are int16 or int32,
-    the bits of their floats; words uint8, half as many as weights; zero points int8, unused on a symmetric grid.
-    Returns whether a weight or a scale is not finite.
+    It quantizes groups `first` to `last` of `size` neighbouring weights each. Weights and scales are the int16 or int32
+    bits of their floats; words are uint8, one for two weights; zero points int8, unused on a symmetric grid. Returns
+    whether a weight or a scale is not finite.
     """
     quotient = torch.float32 if grid == "qmax7" else torch.promote_types(weight, scale)
     kinds = KINDS[weight], KINDS[scale], KINDS[quotient]
@@ -128,7 +126,7 @@ def from_bits(bits: Any, kind: int) -> Any:
 
 @inlined
 def _bits(x: Any, kind: int) -> Any:
-    """The bits of a float32 that is `rounded` to a kind already."""
+    """The bits of a float32 that is already `rounded` to a kind."""
     if kind == _FLOAT16:
         return np.int32(_float_to_half(_F32(x)))
     bits = _F32(x).view(np.int32)
@@ -137,7 +135,7 @@ def _bits(x: Any, kind: int) -> Any:
 
 @inlined
 def rounded(x: Any, kind: int) -> Any:
-    """A float32 rounded, half to even, to what a kind can hold; still a float32."""
+    """A float32 rounded half to even to a number of a kind, as float32."""
     if kind == _FLOAT16:
         return _half_to_float(_float_to_half(_F32(x)))
     if kind == _BFLOAT16:
@@ -148,7 +146,7 @@ def rounded(x: Any, kind: int) -> Any:
 
 @inlined
 def _key(bits: Any, kind: int, symmetric: bool) -> Any:
-    """Integers that order as these floats, or as their absolute values; keys of keys are the bits again."""
+    """Integers in the order of these floats, or of their absolute values; keys of keys are the bits again."""
     sign, magnitude = (31, 0x7FFFFFFF) if kind == FLOAT32 else (15, 0x7FFF)
     return bits & magnitude if symmetric else bits ^ ((bits >> sign) & magnitude)
 
@@ -184,7 +182,7 @@ def _halve(keys: Any, half: Any) -> None:
 
 @inlined
 def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets: Any, variant: _Variant) -> Any:
-    """Scales and zero points, as stored and as `_codes` takes them. Returns whether something is not finite."""
+    """Stores scales and zero points, also in the form for `_codes`. Returns whether a number is not finite."""
     bad: Any = False
     for group in range(scales.size):
         top: Any = max(np.int64(high[group]), 0)
@@ -253,11 +251,11 @@ def _pack(codes: Any, words: Any) -> None:
 _I32 = np.int32
 _LARGEST = _I32(0x43E00000)  # 448, as bits
 _SMALLEST_NORMAL = _I32(0x3C800000)  # 2^-6: smaller numbers are multiples of 2^-9
-_ROUNDS_8 = _F32(1 << 14)  # added to a number below 2^-6, it leaves multiples of 2^-9 in the lowest bits
+_ROUNDS_8 = _F32(1 << 14)  # added to a number below 2^-6, leaves multiples of 2^-9 in the lowest bits
 _BIAS = _I32((127 - 7) << 3)  # between the exponents of float32 and float8_e4m3fn
 _LARGEST_4 = _I32(0x40C00000)  # 6, as bits
 _ONE = _I32(0x3F800000)  # the smallest normal number of E2M1: smaller ones are multiples of 0.5
-_ROUNDS_4 = _F32(1 << 22)  # added to a number below 1, it leaves multiples of 0.5 in the lowest bits
+_ROUNDS_4 = _F32(1 << 22)  # added to a number below 1, leaves multiples of 0.5 in the lowest bits
 _BIAS_4 = _I32((127 - 1) << 1)  # between the exponents of float32 and E2M1
 
 
@@ -265,8 +263,8 @@ _BIAS_4 = _I32((127 - 1) << 1)  # between the exponents of float32 and E2M1
 def largest_kernel(weight: torch.dtype) -> Callable[..., None]:
     """The function `largest(weights, most, height, width)`: the largest absolute value of each block.
 
-    `weights` [rows, columns] are int16 or int32, the bits of their floats, as are `most` [blocks down, blocks across],
-    which begin as zeros. Whatever is not finite gives bits that are not.
+    `weights` [rows, columns] and `most` [blocks down, blocks across], initially zeros, are int16 or int32, the bits of
+    floats. A non-finite weight gives a non-finite result.
     """
     magnitude = 0x7FFFFFFF if KINDS[weight] == FLOAT32 else 0x7FFF
 
@@ -296,10 +294,9 @@ def codes_kernel(
 ) -> Callable[..., None]:
     """The function `codes(weights, factors, stored, height, width)`: the code of each weight.
 
-    `factors` [blocks down, blocks across] are float32 that a weight is multiplied by, or divided by if it `divides`.
-    The result is rounded to `quotient` before it is rounded to a code. `stored` [rows, columns] are uint8: codes of
-    E2M1 if they have `four_bit`, else of float8_e4m3fn. `narrow`: the width that it is compiled for, which divides the
-    columns, and which makes a loop over few neighbours twice as fast; 0: any.
+    It multiplies weights by float32 `factors` [blocks down, blocks across], or `divides` by them, and rounds to
+    `quotient` and then to a code. `stored` [rows, columns] are uint8: codes of E2M1 if `four_bit`, else of
+    float8_e4m3fn. `narrow`: a constant width that divides the columns, twice as fast for few neighbours; 0: any width.
     """
     kind, quotient_kind = KINDS[weight], KINDS[quotient]
     encode = _code_e2m1 if four_bit else _code_e4m3
@@ -339,14 +336,11 @@ def _code_e2m1(x: Any) -> Any:
 
 
 def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """As `ckptkit.quant.kernels.dispatch.quantize_pack`, for matrices in memory and schemes without a search.
-
-    Large matrices are divided among the cores; calls from several threads share them.
-    """
+    """Implements `dispatch.quantize_pack` in memory without a search; cores and callers share large matrices."""
     jobs = [_Job(weight, scheme) for weight in weights]
     tasks = [(job, first, last) for job in jobs for first, last in job.tasks()]
-    wrong = on_all_cores(lambda task: task[0].run(*task[1:]), tasks)
-    bad = {job for (job, *_), is_bad in zip(tasks, wrong, strict=True) if is_bad}
+    results = on_all_cores(lambda task: task[0].run(*task[1:]), tasks)
+    bad = {job for (job, *_), is_bad in zip(tasks, results, strict=True) if is_bad}
     for job, name in zip(jobs, names, strict=True):
         if job in bad:
             raise not_finite(job.weight, job.scale.dtype, name)
@@ -354,23 +348,20 @@ def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Seq
 
 
 class _Job:
-    """One matrix and what is made of it."""
+    """One matrix and its packed parts."""
 
     def __init__(self, weight: Tensor, scheme: QuantScheme) -> None:
         rows, columns = weight.shape
         dtype, groups = scheme.scale_dtype or weight.dtype, scheme.groups(columns)
         self.weight = weight.detach().contiguous()
         self.words = torch.empty(rows, columns // CODES_PER_WORD, dtype=torch.int32)
-        self.scale = torch.empty(rows, groups, dtype=dtype)
-        self.zero_point = None if scheme.symmetric else torch.empty(rows, groups, dtype=torch.int8)
-        if not columns:
-            self.scale.fill_(torch.finfo(dtype).eps)
-            self.zero_point = None if scheme.symmetric else torch.zeros(rows, groups, dtype=torch.int8)
+        self.scale = torch.full((rows, groups), torch.finfo(dtype).eps, dtype=dtype)  # of a matrix without columns
+        self.zero_point = None if scheme.symmetric else torch.zeros(rows, groups, dtype=torch.int8)
         self.size = scheme.group_size or columns
         self.kernel = kernel(weight.dtype, dtype, scheme.grid, scheme.symmetric)
 
     def tasks(self) -> Iterator[tuple[int, int]]:
-        """First and last group of each part; none where there are no weights."""
+        """Yields the first and last group of each part."""
         step = max(1, TASK // max(self.size, 1))
         groups = self.scale.numel() if self.size else 0
         return ((first, min(first + step, groups)) for first in range(0, groups, step))
@@ -382,5 +373,4 @@ class _Job:
         return self.kernel(*(array.flatten().numpy() for array in arrays), first, last, self.size)
 
     def packed(self) -> Packed:
-        """The finished parts."""
         return Packed(self.words, self.scale, None if self.zero_point is None else pack_zero_point(self.zero_point))

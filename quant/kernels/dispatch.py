@@ -23,10 +23,10 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
     """
     if not weights:
         return []
-    if len({weight.device for weight in weights}) > 1:
-        other = next(index for index, weight in enumerate(weights) if weight.device != weights[0].device)
-        where = f"{names[other]} lies on {weights[other].device}, {names[0]} on {weights[0].device}"
-        raise CkptkitError(where, "quantize the tensors of one device at a time")
+    for weight, name in zip(weights, names, strict=True):
+        if weight.device != weights[0].device:
+            message = f"{name} is on {weight.device}, but {names[0]} is on {weights[0].device}"
+            raise CkptkitError(message, "quantize the tensors of one device at a time")
     if scheme.search == "none" and weights[0].is_cuda:
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
         from ckptkit.quant.kernels.triton_kernels import quantize_pack_cuda

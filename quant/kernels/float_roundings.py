@@ -1,9 +1,8 @@
-"""The formulas by which writers of FP8, MXFP4 and NVFP4 checkpoints make a scale of the largest weight of a block.
+"""The formulas of writers of FP8, MXFP4 and NVFP4 checkpoints for the scale of a block, from its largest weight.
 
-All give the same error, but other bits: more than half of the scales differ in the last place. So a file is equal to
-what another tool writes, or to what an engine receives in an update, only by that tool's own formula.
-A weight's code is weight / scale, or weight x (1 / scale), rounded half to even to float8_e4m3fn or E2M1; all in
-float32.
+All give the same error, but different bits: more than half of the scales differ in the last place. Only a tool's own
+formula reproduces the bytes of its files, or of its updates of an engine. A weight's code is weight / scale, or weight
+x (1 / scale), rounded half to even to float8_e4m3fn or E2M1; all in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from ckptkit.quant.formats.floats.layout import E2M1, E4M3, LARGEST
 
 MAX_VALUE = LARGEST[E4M3]
-_INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
+_INVERSE = 1 / 448  # a factor, rounded to float32: CUDA replaces division by a number with it
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 _HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
 _LARGEST_FP4_EXPONENT = 252
@@ -48,18 +47,15 @@ def blocks_of(shape: Sequence[int], block: tuple[int, int | None]) -> tuple[int,
 class Rounding:
     """A writer's formula.
 
-    `scales` makes of the largest absolute weights of blocks, in the weight's dtype: the scales as they are stored, and
-    the float32 factors that weights are divided by, or multiplied by unless it `divides`. In NVFP4 it also takes what
-    `shared` makes of the largest absolute weight of all tensors that share a scale, [] in their dtype: that scale,
-    float32, [] or [1] as it is stored.
+    `scales` computes the stored scales and the float32 factors of weights from the largest absolute weights of blocks,
+    in the weight's dtype. In NVFP4 it has another argument, the result of `shared` for the largest absolute weight []
+    of all tensors that share a scale: that scale as stored, float32, [] or [1].
     """
 
     scales: Callable[..., tuple[Tensor, Tensor]]
-    divides: bool = False
-    # Whether a quotient is rounded to the weight's dtype before it becomes a code.
-    in_weight_dtype: bool = False
-    # Whether codes are E2M1, not float8_e4m3fn.
-    four_bit: bool = False
+    divides: bool = False  # weights are divided by factors, not multiplied
+    in_weight_dtype: bool = False  # a quotient is rounded to the weight's dtype before it becomes a code
+    four_bit: bool = False  # codes are E2M1, not float8_e4m3fn
     shared: Callable[[Tensor], Tensor] | None = None
 
 
@@ -99,7 +95,7 @@ def _compressed_tensors(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
-    # Transformer Engine `float_to_e8m0`: up to the next power of two, as the exponent that float8_e8m0fnu stores.
+    # Transformer Engine `float_to_e8m0`: up to the next power of two, stored as the exponent of float8_e8m0fnu.
     bits = (largest.float() * _INVERSE).view(torch.int32)
     exponent = bits.masked_fill_(bits <= _HALF_OF_THE_SMALLEST, 0).add_(_MANTISSA).bitwise_right_shift_(23)
     stored = exponent.to(torch.uint8)
@@ -107,8 +103,8 @@ def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
-    # compressed-tensors `generate_mx_scales`: the power of two next to the largest weight, from a mantissa of 1.75 on
-    # the one above, becomes 4. Beyond exponent 252 the largest code would be infinite in bfloat16.
+    # compressed-tensors `generate_mx_scales`: the power of two of the largest weight, or above a mantissa of 1.75 the
+    # next one, becomes 4. Beyond exponent 252 the largest code would be infinite in bfloat16.
     bits = largest.float().view(torch.int32) + 0x00200000
     exponent = bits.bitwise_right_shift_(23).sub_(2).clamp_(0, _LARGEST_FP4_EXPONENT)
     powers = exponent.bitwise_left_shift(23).masked_fill_(exponent == 0, _HALF_OF_THE_SMALLEST)
@@ -116,7 +112,7 @@ def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _modelopt_shared(largest: Tensor) -> Tensor:
-    # ModelOpt `NVFP4QTensor`. Of zeros alone it would be 0, and every weight NaN.
+    # ModelOpt `NVFP4QTensor`. For zeros only it would be 0, and every weight NaN.
     shared = _divided(largest.float(), _LARGEST_CODE * MAX_VALUE)
     return torch.where(shared < torch.finfo(torch.float32).tiny, 1.0, shared)
 
@@ -151,12 +147,11 @@ def _divided(largest: Tensor, by: float = MAX_VALUE) -> Tensor:
 
 
 def _at_least_tiny(largest: Tensor) -> Tensor:
-    """At least 1e-12 in the weight's dtype, in float32. float16 cannot hold it, and has it as float32 does."""
     return largest.float().clamp(min=tiny(largest.dtype))
 
 
 def tiny(weight: torch.dtype) -> float:
-    """What slime holds the largest weight of a block to at least."""
+    """slime's lower bound of the largest weight of a block: 1e-12 in the weight's dtype, for float16 in float32."""
     return float(torch.tensor(1e-12, dtype=_wide(weight)))
 
 
@@ -165,8 +160,8 @@ def scale_dtype(rounding: str, weight: torch.dtype) -> torch.dtype:
     return ROUNDINGS[rounding].scales(torch.zeros(1, dtype=weight))[0].dtype
 
 
-# By the name that `--rounding` takes; of codes of four bits, after the scheme's. Zero blocks: codes of zero, and in
-# eight bits a scale that is not zero.
+# By the value of `--rounding`, after the scheme's name for four-bit codes. Zero blocks have codes of zero, and in eight
+# bits a scale that is not zero.
 ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {
         "online": Rounding(_online),  # the Triton kernel of slime, miles and verl, which updates an engine

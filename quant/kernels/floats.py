@@ -28,9 +28,9 @@ def quantize_fp8(
 ) -> Fp8Weight:
     """Quantizes [rows, columns] in bfloat16, float16 or float32, on its own device.
 
-    `block`: rows and columns that share a scale, None for a whole row; the last blocks may be smaller. `rounding`: of
-    `ROUNDINGS`. Without `kernel` in plain torch on every device, which gives the same bits. Raises CkptkitError, naming
-    the tensor, for NaN, infinity, and what is not a float matrix.
+    `block`: rows and columns that share a scale, None for a complete row; the last blocks may be smaller. `rounding`:
+    of `ROUNDINGS`. Without `kernel` in plain torch on every device, which gives the same bits. Raises CkptkitError,
+    naming the tensor, for NaN, infinity, or anything but a float matrix.
     """
     if not kernel:
         return _quantized(weight, block, ROUNDINGS[rounding], name, kernel=False)
@@ -40,7 +40,7 @@ def quantize_fp8(
 def quantize_fp8_matrices(
     weights: Sequence[Tensor], block: tuple[int, int | None], rounding: str, names: Sequence[str]
 ) -> list[Fp8Weight]:
-    """As `quantize_fp8`, of several matrices: those of one GPU in a few launches, with one wait for it."""
+    """Does the same as `quantize_fp8` for several matrices: on one GPU in a few launches and with one wait."""
     for weight, name in zip(weights, names, strict=True):
         check_matrix(weight, name)
     if weights and weights[0].is_cuda:
@@ -55,8 +55,8 @@ def quantize_fp8_matrices(
 def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weight:
     """Quantizes as `quantize_fp8` does, to E2M1 with a power of two for each 32 neighbours in a row.
 
-    Scales are the exponents that float8_e8m0fnu stores, uint8. Without `kernel` in plain torch on every device. Raises
-    CkptkitError as `quantize_fp8`, and where 32 does not divide the columns.
+    Scales are the exponents of float8_e8m0fnu, uint8. Without `kernel` in plain torch on every device. Raises
+    CkptkitError as `quantize_fp8`, and if 32 does not divide the columns.
     """
     return _quantized(weight, (1, 32), ROUNDINGS["mxfp4 compressed-tensors"], name, kernel)
 
@@ -81,27 +81,20 @@ def quantize_nvfp4(
 
 
 def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None], name: str) -> None:
-    """Raises CkptkitError unless every code times its scale is the weight itself, in float32.
-
-    The error has the tensor's name, how many weights differ, and the first of them.
-    """
-    rows, columns = weight.shape
-    height = block[0]
-    changed, first = 0, ""
-    for part in row_tasks(rows, columns, height):
-        begin = part.start
-        scales, wanted = as_float(packed.scales[begin // height : -(-part.stop // height)]), weight[part].float()
-        stored = numbers_of(packed.codes[part]) * spread(scales, block, wanted.shape)
-        differ = stored != wanted
+    """Raises CkptkitError, with count and first difference, unless codes times scales are the weights, in float32."""
+    height, changed, first = block[0], 0, ""
+    for part in row_tasks(weight.shape[0], weight.shape[1], height):
+        begin, original = part.start, weight[part].float()
+        scales = as_float(packed.scales[begin // height : -(-part.stop // height)])
+        stored = numbers_of(packed.codes[part]) * spread(scales, block, original.shape)
+        differ = stored != original
         if not first and bool(differ.any()):
             row, column = differ.nonzero()[0].tolist()
-            first = f"[{begin + row}, {column}] is {wanted[row, column]:g} and would be {stored[row, column]:g}"
+            first = f"[{begin + row}, {column}] is {original[row, column]:g} and would be {stored[row, column]:g}"
         changed += int(differ.sum())
     if changed:
-        raise CkptkitError(
-            f"{name}: {changed} of {weight.numel()} weights are not exact: {first}",
-            "leave it in its own format (--ignore), or leave out --exact to round it",
-        )
+        message = f"{name}: {changed} of {weight.numel()} weights are not exact: {first}"
+        raise CkptkitError(message, "leave it in its own format (--ignore), or leave out --exact to round it")
 
 
 def numbers_of(codes: Tensor) -> Tensor:
@@ -119,21 +112,20 @@ def _quantized(
     kernel = kernel and weight.device.type == "cpu"
     rows, columns = weight.shape
     if rounding.four_bit and columns % (block[1] or columns):
-        raise CkptkitError(
-            f"{name} has {columns} columns, which groups of {block[1]} do not divide", "leave it out (--ignore)"
-        )
+        message = f"{name} has {columns} columns, which groups of {block[1]} do not divide"
+        raise CkptkitError(message, "leave it out (--ignore)")
     job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), rounding)
     tasks = row_tasks(rows, columns, block[0])
     finished = list(on_all_cores(job.run_kernel, tasks) if kernel else map(job.run, tasks))
     if not all(finite for _, finite in finished):
         raise not_finite(weight, weight.dtype, name)
     codes = job.codes if rounding.four_bit else job.codes.view(torch.float8_e4m3fn)
-    # Of an empty matrix the scales of no blocks.
-    return Fp8Weight(codes, torch.cat([one for one, _ in finished] or [rounding.scales(weight.new_zeros(0, 0))[0]]))
+    scales = [one for one, _ in finished] or [rounding.scales(weight.new_zeros(0, 0))[0]]  # or of no blocks
+    return Fp8Weight(codes, torch.cat(scales))
 
 
 class _Job:
-    """One matrix and what is made of it, some rows of blocks at a time."""
+    """One matrix and its codes and scales, made from some rows of blocks at a time."""
 
     def __init__(self, weight: Tensor, block: tuple[int, int], rounding: Rounding) -> None:
         self.weight, self.block, self.rounding = weight, block, rounding
@@ -173,10 +165,9 @@ class _Job:
         quotients = quotients.to(self.quotient).float()
         if self.rounding.four_bit:
             self.codes[part] = _in_pairs(_nearest_e2m1(quotients).view(weight.shape))
-            return scales, bool(torch.isfinite(largest.amax()))
-        quotients.clamp_(-MAX_VALUE, MAX_VALUE)
-        codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8).view(padded.shape)
-        self.codes[part] = codes[:rows, :columns]
+        else:
+            codes = quotients.clamp_(-MAX_VALUE, MAX_VALUE).to(torch.float8_e4m3fn).view(torch.uint8)
+            self.codes[part] = codes.view(padded.shape)[:rows, :columns]
         return scales, bool(torch.isfinite(largest.amax()))
 
 

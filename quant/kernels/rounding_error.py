@@ -1,7 +1,7 @@
-"""Measures how far packed matrices are from the weights that they were made of: INT4, FP8, MXFP4 and NVFP4.
+"""Measures the rounding error of packed matrices: INT4, FP8, MXFP4 and NVFP4.
 
-This runs right after a matrix is packed, while weights and codes are in memory, and takes a quarter of a nanosecond a
-weight (INT4), as long as packing does.
+This runs right after a matrix is packed, while weights and codes are in memory. For INT4 it takes a quarter of a
+nanosecond a weight, like packing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptkit.quant.formats.packing import Packed, unpack_zero_point
 from ckptkit.quant.kernels.float_roundings import Fp8Weight
 from ckptkit.quant.schemes.interface import SquaredError
 
-# Codes as they are stored: INT4 and E2M1 two a byte, the even column in the low half.
+# Stored codes: INT4 and E2M1 two a byte, the even column in the low half.
 _Codes = Literal["int4", "e2m1", "e4m3"]
 
 
@@ -33,7 +33,7 @@ def int4_error(weight: Tensor, packed: Packed) -> SquaredError:
 
 
 def float_error(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]) -> SquaredError:
-    """The error of a matrix in FP8 or E2M1, whose `scales` are what codes are multiplied by, or exponents as uint8."""
+    """The error of a matrix in FP8 or E2M1; its `scales` are factors of codes, or exponents as uint8."""
     scales = as_float(packed.scales)
     codes: _Codes = "e2m1" if packed.codes.dtype == torch.uint8 else "e4m3"
     size = block[0], block[1] or max(weight.shape[1], 1)
@@ -60,8 +60,8 @@ def _measured(
 def _kernel(weight: torch.dtype, codes: _Codes) -> Callable[..., tuple[float, float]]:
     """The function `measure(weights, codes, scales, zeros, table, (first row, last row), (height, width))`.
 
-    Weights are the bits of their floats [rows, columns], codes uint8; scales and zeros are float32 [blocks down, blocks
-    across], a block being `height` rows and `width` columns. Sums are float32 within a row of a block, else float64.
+    Weights are the bits of their floats [rows, columns], codes uint8; scales and zeros float32 [blocks down, blocks
+    across] of blocks of `height` rows and `width` columns. Sums are float32 within a row of a block, else float64.
     """
     from ckptkit.quant.kernels.cpu import KINDS, compiled, from_bits
 

@@ -1,4 +1,4 @@
-"""What the CPU kernels share: the threads that they run on, and the bits that they read."""
+"""Threads and tasks of the CPU kernels, and the bits of floats that they read."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def bits_of(floats: Tensor) -> Tensor:
 
 
 def row_tasks(rows: int, columns: int, height: int) -> list[slice]:
-    """Cuts the rows of a matrix into parts of whole blocks of `height` rows; an empty matrix has none."""
+    """Cuts the rows of a matrix into parts of complete blocks of `height` rows; an empty matrix has no parts."""
     step = max(1, TASK // max(1, columns * height)) * height
     return [slice(first, min(first + step, rows)) for first in range(0, rows if columns else 0, step)]
 
 
 def on_all_cores(run: Callable[[Task], Made], tasks: Sequence[Task]) -> Iterable[Made]:
-    """Runs tasks in threads, where there are several and more than one core; results are in the tasks' order."""
+    """Runs several tasks in threads if there is more than one core; results are in the order of tasks."""
     return pool().map(run, tasks) if len(tasks) > 1 and cores() > 1 else map(run, tasks)
 
 
 @cache
 def pool() -> ThreadPoolExecutor:
-    """As many threads as cores, shared by all callers of the process."""
+    """One thread for each core, shared by all callers of the process."""
     return ThreadPoolExecutor(cores(), "ckptkit-quantize")
 
 

@@ -1,13 +1,12 @@
 """Quantizes weights to INT4 or float8_e4m3fn on a GPU, hundreds of matrices a launch, in one read and one write.
 
 The bytes are those of `ckptkit.quant.formats.grids` and `ckptkit.quant.kernels.floats` on the CPU. Divisions are
-therefore correctly
-rounded: multiplying by the scale's reciprocal with Markstein's correction takes three operations a weight instead of
-about ten. Where `minmax` rounds to the weight's dtype, so do these kernels. Adding `_MAGIC` to a float32 below 2**22
-rounds it half to even and leaves the integer in the lowest bits.
+therefore correctly rounded: multiplying by the scale's reciprocal with Markstein's correction takes three operations a
+weight instead of about ten. The kernels round to the weight's dtype wherever `minmax` does. Adding `_MAGIC` to a
+float32 below 2**22 rounds it half to even and leaves the integer in the lowest bits.
 
 Groups of bfloat16 weights with bfloat16 scales have a kernel of fewer instructions (`paired`), with two weights a
-register where that is exact. A thread has four words of one group. Both grids find minima and maxima in pairs. `qmax7`
+register if that is exact. A thread has four words of one group. Both grids find minima and maxima in pairs. `qmax7`
 then uses float32 arithmetic. `minmax` rounds to bfloat16, so it stays in pairs:
 
 - x / s is computed as x * (1 / s) in float32 and rounded to bfloat16, which gives the correctly rounded quotient.
@@ -17,8 +16,8 @@ then uses float32 arithmetic. `minmax` rounds to bfloat16, so it stays in pairs:
 - Adding 200 to a bfloat16 between -8 and 7 leaves code + 8 in the lowest four bits, rounded half to even.
 - Weights i and i + 4 of a word share a register. The word is the sum of four registers shifted by 0, 4, 8 and 12 bits.
 
-GPUs before compute capability 8.9 have no instruction for float8_e4m3fn; there a code is computed by integer
-arithmetic, as in `ckptkit.quant.kernels.cpu`.
+GPUs before compute capability 8.9 have no instruction for float8_e4m3fn and compute a code by integer arithmetic, as in
+`ckptkit.quant.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -42,9 +41,13 @@ from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_o
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 added to every code
 _MAGIC_BITS = 0x4B400000
-MAGIC_SUM = tl.constexpr(
-    ((sum(_MAGIC_BITS << 4 * place for place in range(8)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
-)  # wrapped to int32
+
+
+def _as_int32(number: int) -> int:
+    return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+MAGIC_SUM = tl.constexpr(_as_int32(sum(_MAGIC_BITS << 4 * place for place in range(8))))
 _SEVENTH = tl.constexpr(0.14285714924335479736328125)  # float32(1 / 7)
 TINY = tl.constexpr(2.0**-64)  # reciprocals of smaller scales, and residuals, could leave float32's range
 BOOST = tl.constexpr(2.0**80)
@@ -65,10 +68,7 @@ def scales_of(  # type: ignore[no-untyped-def]
     low, high, WEIGHT: tl.constexpr, STORED: tl.constexpr, EPS: tl.constexpr, MINMAX: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scale to divide by and the zero point of each group, float32.
-
-    `low` and `high`: the group's least weight or 0 and its largest or 0; when symmetric, `high` is absmax.
-    """
+    """Returns float32 scale and zero point of groups by least weight or 0 and largest or 0 (symmetric: absmax)."""
     zero = high * 0
     if MINMAX:
         if ASYMMETRIC:
@@ -230,9 +230,7 @@ def _word_of_eight(asymmetric: bool) -> str:
 
 _SYMMETRIC_WORD, _ASYMMETRIC_WORD = tl.constexpr(_word_of_eight(False)), tl.constexpr(_word_of_eight(True))
 _THREE_INPUTS, _FOUR_INPUTS = (tl.constexpr(",".join(["=r"] * 4 + ["r"] * 4 * inputs)) for inputs in (3, 4))
-_PAIRS_MAGIC_SUM = tl.constexpr(
-    ((sum(0x43404340 << 4 * place for place in range(4)) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
-)  # wrapped to int32
+_PAIRS_MAGIC_SUM = tl.constexpr(_as_int32(sum(0x43404340 << 4 * place for place in range(4))))
 
 
 @triton.jit
@@ -267,10 +265,7 @@ def _largest(pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns each group's least weight or 0 and its largest or 0; if symmetric, absmax twice.
-
-    `pairs`: [lanes, groups, turns, 4]. Results: float32 [1, groups, 1, 1].
-    """
+    """Returns float32 [1, groups, 1, 1]: least weight or 0 and largest or 0; if symmetric, absmax twice."""
     if ASYMMETRIC:
         most = _largest(pairs)
         least = tl.reduce(tl.reduce(pairs, 3, _smaller_pair, keep_dims=True), 2, _smaller_pair, keep_dims=True)
@@ -289,10 +284,7 @@ def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words_of_qmax7(pairs, scale):  # type: ignore[no-untyped-def]
-    """Returns words [lanes, groups, turns, 1] for pairs [lanes, groups, turns, 4].
-
-    The codes are those of `ckptkit.quant.kernels.triton_kernels.grouped`.
-    """
+    """Returns words [lanes, groups, turns, 1] for pairs [lanes, groups, turns, 4], with the codes of `grouped`."""
     inverse = tl.div_rn(1.0, scale)
     low = nibbles(_lower_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
     high = nibbles(_upper_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
@@ -359,7 +351,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts `kernel` for non-empty matrices of one size and dtype. `options` are its other arguments, by name."""
+    """Starts `kernel` for non-empty matrices of one size and dtype, with `options` by name."""
 
     kernel: Any
     blocks: int
@@ -368,12 +360,12 @@ class Launcher:
     def start(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], bad: Tensor) -> None:
         """Quantizes contiguous matrices on the current stream; the current device must be theirs.
 
-        Writes each of `outputs` (of INT4 words, scales and, if asymmetric, zero points; of FP8 codes and scales) matrix
-        after matrix. Sets `bad`, int32, to 1 for each matrix with a weight or a scale that is not finite.
+        Writes each of `outputs` (for INT4 words, scales and, if asymmetric, zero points; for FP8 codes and scales)
+        matrix after matrix. Sets `bad`, int32, to 1 for each matrix with a weight or a scale that is not finite.
         """
         places = _places(weights)
         if int(np.bitwise_or.reduce(places)) % _ALIGNMENT:
-            # A clone may be freed once the kernel is started: whatever reuses its memory runs after the kernel.
+            # A clone may be freed once the kernel is started: a reuse of its memory runs after the kernel.
             weights = [weight.clone() if weight.data_ptr() % _ALIGNMENT else weight for weight in weights]
             places = _places(weights)
         # Does not wait for earlier launches: unpinned memory is copied aside before the call returns.
@@ -414,10 +406,7 @@ def done(device: torch.device) -> Callable[[], None]:
 
 
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """Implements `ckptkit.quant.kernels.dispatch.quantize_pack` for CUDA; results of one launch share their memory.
-
-    Raises CkptkitError as `quantize_pack` does.
-    """
+    """Implements `dispatch.quantize_pack` for CUDA; results of one launch share their memory."""
 
     def launch(members: Sequence[int], bad: Tensor) -> Iterator[Packed]:
         check(weights[members[0]], scheme, names[members[0]])
@@ -436,25 +425,21 @@ def run_launches(
 ) -> list[Made]:
     """Quantizes matrices of one GPU in launches of one shape and dtype each, and waits once, at the end.
 
-    `launch` starts one for the weights of these indices and returns the result of each; it sets what it is given,
+    `launch` starts a launch for the weights at some indices and returns their results; it sets its second argument,
     int32, to 1 for each that is not finite. Raises the `error` of the first of those.
     """
     made: dict[int, Made] = {}
     bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
     for members in _launches(weights):
         made |= zip(members, launch(members, bad[len(made) :]), strict=True)
-    wrong = [index for index, flag in zip(made, bad.tolist(), strict=True) if flag]
-    if wrong:
-        first = min(wrong)
+    first = min((index for index, flag in zip(made, bad.tolist(), strict=True) if flag), default=None)
+    if first is not None:
         raise error(first, made[first])
     return [made[index] for index in range(len(weights))]
 
 
 def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yields the indices of the weights of each launch.
-
-    The first launches are small, so that the GPU starts early and works while the host looks at thousands of others.
-    """
+    """Yields the indices of the weights of each launch, first of few weights, so that the GPU starts early."""
     waiting: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     most = _FIRST
     for index, weight in enumerate(weights):
@@ -559,7 +544,7 @@ def scaled(  # type: ignore[no-untyped-def]
     place = row.to(tl.int64) * columns + column
     weight = tl.multiple_of(tl.load(table + matrix).to(tl.pointer_type(WEIGHT)), 16)
     x = tl.load(weight + place, mask=inside, other=0).to(tl.float32)
-    # As integers magnitudes order as their floats do, and whatever is not finite lies beyond infinity's bits.
+    # As integers magnitudes have the order of their floats, and non-finite numbers are beyond infinity's bits.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if PER_ROW:
         largest = tl.max(magnitude, 1, keep_dims=True)
@@ -578,20 +563,17 @@ def scaled(  # type: ignore[no-untyped-def]
 
 
 def has_kernel(weight: Tensor, block: tuple[int, int | None]) -> bool:
-    """Whether `fp8_launcher` takes this matrix: on a GPU, not empty, of a block it knows."""
+    """Whether `fp8_launcher` supports this matrix: on a GPU, not empty, with a known block."""
     fits = block in ((128, 128), (1, 32)) or (block == (1, None) and weight.shape[1] <= _MAX_WIDTH)
     return weight.is_cuda and weight.numel() > 0 and fits
 
 
 def fp8_launcher(weight: Tensor, block: tuple[int, int | None], rounding: str) -> Launcher:
-    """Returns the launcher for matrices like `weight`, as `has_kernel` takes them.
-
-    Its outputs are codes and scales.
-    """
+    """Returns the launcher for matrices like `weight` with `has_kernel`; its outputs are codes and scales."""
     (rows, columns), dtype, formula = weight.shape, weight.dtype, ROUNDINGS[rounding]
     height, width = block[0], block[1] or triton.next_power_of_2(columns)
     if height == 1 and columns % width == 0:
-        rows, columns = weight.numel() // width, width  # groups follow one another, whatever row they are of
+        rows, columns = weight.numel() // width, width  # groups are consecutive, regardless of rows
     height = max(height, _FLOAT_TILE // width) if height == 1 else height
     return Launcher(
         scaled,
@@ -616,15 +598,14 @@ def fp8_launcher(weight: Tensor, block: tuple[int, int | None], rounding: str) -
 
 def _converts(device: torch.device) -> bool:
     """Whether a GPU has an instruction that converts to float8_e4m3fn."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_fp8_cuda(
     weights: Sequence[Tensor], block: tuple[int, int | None], rounding: str, names: Sequence[str]
 ) -> list[Fp8Weight]:
-    """Does `ckptkit.quant.kernels.floats.quantize_fp8` for matrices of one GPU with a kernel, with one wait."""
+    """Implements `ckptkit.quant.kernels.floats.quantize_fp8` for matrices of one GPU, with one wait."""
 
     def launch(members: Sequence[int], bad: Tensor) -> list[Fp8Weight]:
         some = [weights[index].detach().contiguous() for index in members]
@@ -636,6 +617,7 @@ def quantize_fp8_cuda(
             fp8_launcher(some[0], block, rounding).start(some, [codes, scales], bad)
         return list(map(Fp8Weight, codes.unbind(), scales.unbind()))
 
-    return run_launches(
-        weights, launch, lambda index, made: not_finite(weights[index], made.scales.dtype, names[index])
-    )
+    def error(index: int, made: Fp8Weight) -> CkptkitError:
+        return not_finite(weights[index], made.scales.dtype, names[index])
+
+    return run_launches(weights, launch, error)

@@ -13,8 +13,7 @@ __all__ = ["OnlineQuantizer"]
 def __getattr__(name: str) -> Any:
     if name != "OnlineQuantizer":
         raise AttributeError(f"module 'ckptkit.quant.online' has no attribute {name!r}")
-    from ckptkit.quant.online.quantizer import (
-        OnlineQuantizer,  # on first use, since SGLang imports single modules from here
-    )
+    # On first use, since SGLang imports single modules from here.
+    from ckptkit.quant.online.quantizer import OnlineQuantizer
 
     return OnlineQuantizer

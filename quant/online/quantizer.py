@@ -1,6 +1,6 @@
 """Quantizes the weights of a trainer while it streams them to SGLang: BF16 tensors in, buckets for `load_weights` out.
 
-Refuses what SGLang cannot load online before sending anything. The bytes are the same as those of `ckptkit quantize`.
+Before it sends anything, it refuses models that SGLang cannot update. The bytes are those of `ckptkit quantize`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.scheme import Grid, read_scheme
-from ckptkit.quant.online.form import Form, Fp8Form, Int4Form, fp8_form, refuse_nvfp4
+from ckptkit.quant.online.form import Form, Fp8Form, Int4Form, fp8_form, quantize_bucket, refuse_nvfp4
 from ckptkit.quant.online.served import served, served_in_fp8
 
 if TYPE_CHECKING:
@@ -29,19 +29,17 @@ _PLANS = 1024  # plans kept, one a bucket
 
 
 class OnlineQuantizer:
-    """Quantizes a model's tensors for an engine in INT4, block FP8 or MXFP8.
+    """Quantizes a model's tensors for an engine in INT4, block FP8 or MXFP8. Every update is a `Session`.
 
-    Holds no tensors itself: every update is a `Session`.
+    `config`: the HF config that the engine serves, with `quantization_config`.
+    `reference`: the checkpoint that the engine serves, its directory (an index is enough) or its tensor names; None,
+    only for INT4, if the model's classes decide, as for `ckptkit quantize`.
+    `grid`: the grid used in training, required if ckptkit did not write the config, which then does not name it.
+    `waiting_bytes`: the most bytes of a layer's expert weights to collect before sending them; None: all of them.
 
-    `config`: the whole HF config with `quantization_config`, as served.
-    `reference`: the checkpoint that the engine serves: its directory (an index is enough) or its tensor names.
-    None, for INT4 alone: the model's classes decide, as for `ckptkit quantize`.
-    `grid`: the grid used in training; needed when ckptkit did not write the config, which then does not name it.
-    `waiting_bytes`: the most bytes of a layer's expert weights to collect before sending them. None: the whole layer.
-
-    Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed
-    layer, a config with several groups, or one that contradicts the reference. Of FP8: other blocks than 128 x 128 (1 x
-    32 of MXFP8), and activations with stored scales. NVFP4.
+    Raises CkptkitError for weights that SGLang cannot update. INT4: Linear layers, asymmetric scales, a partly packed
+    layer, several config groups, or a config that contradicts the reference. FP8: other blocks than 128 x 128 (1 x 32
+    of MXFP8), and activations with stored scales. NVFP4.
     """
 
     def __init__(
@@ -70,20 +68,20 @@ class OnlineQuantizer:
         return Session(self)
 
     def stream(self, named: Named) -> Iterator[Bucket]:
-        """Runs a whole update and yields each bucket once it is complete. Raises CkptkitError as `Session` does."""
+        """Runs a complete update and yields each bucket once it is full. Raises CkptkitError as `Session` does."""
         session = self.begin()
         for pair in named:
             yield from session.add([pair])
         yield from session.finish()
 
     def quantize(self, named: Named) -> Bucket:
-        """Quantizes these tensors at once, without a session: none waits for others, and missing ones go unnoticed.
+        """Quantizes these tensors at once, without a session and without a check for missing ones.
 
         For many matrices on a GPU this only starts the work on the current stream and returns a sequence, not a list.
         Its first access waits for the GPU and checks that weights are finite; do not change the weights before that.
 
-        Raises CkptkitError, naming the tensor, for a name the checkpoint lacks, a tensor that cannot be quantized, or
-        weights that are not finite.
+        Raises CkptkitError, naming the tensor, for a name that is not in the checkpoint, a tensor that cannot be
+        quantized, or weights that are not finite.
         """
         pairs = list(named)
         if not pairs:
@@ -91,31 +89,26 @@ class OnlineQuantizer:
         key = (len(pairs), pairs[0][0])
         if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
             return bucket
-        known = [self.served.name(name, tensor) for name, tensor in pairs]
-        if plan := self._plan(pairs, known):
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-            if (bucket := plan.quantize(pairs)) is not None:
-                return bucket
-        return self.form.quantize(
-            [(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served.packed
-        )
+        names = [self.served.name(name, tensor) for name, tensor in pairs]
+        if any(tensor.is_cuda for _, tensor in pairs):
+            # Imported here because it needs Triton, which comes with CUDA builds of torch.
+            from ckptkit.quant.online.cuda import plan_bucket
 
-    def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
-        if not any(tensor.is_cuda for _, tensor in pairs):
-            return None
-        # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from ckptkit.quant.online.cuda import plan_bucket
-
-        return plan_bucket(pairs, known, self.served.packed, self.form)
+            if plan := plan_bucket(pairs, names, self.served.packed, self.form):
+                if len(self._plans) >= _PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+                if (bucket := plan.quantize(pairs)) is not None:
+                    return bucket
+        renamed = [(name, tensor) for name, (_, tensor) in zip(names, pairs, strict=True)]
+        return quantize_bucket(self.form, renamed, self.served.packed)
 
 
 class Session:
-    """Quantizes one update of all weights: `add` in any order, send the buckets it returns, then `finish`.
+    """Quantizes one update of all weights: `add` in any order, send the returned buckets, then `finish`.
 
-    SGLang discards INT4 experts before an update (`ckptkit.quant.online.sglang_reload`): `finish` raises if one was
-    left out. A tensor may wait for others: do not change it before its bucket is returned.
+    SGLang discards INT4 experts before an update (`ckptkit.quant.online.sglang_reload`): `finish` raises if one is
+    missing. A tensor may wait for the rest of its bucket: do not change it before.
     """
 
     def __init__(self, quantizer: OnlineQuantizer) -> None:
@@ -128,17 +121,14 @@ class Session:
 
     @property
     def delivered(self) -> frozenset[str]:
-        """Names, as in the checkpoint, of all parameters added so far."""
+        """Names in the checkpoint of all parameters added so far."""
         return frozenset(self._delivered)
 
     def add(self, named: Named) -> list[Bucket]:
-        """Adds tensors on any device and returns the buckets now complete.
-
-        Raises CkptkitError for an unknown or repeated name, or after `finish`.
-        """
+        """Adds tensors, returns full buckets. Raises CkptkitError for unknown or repeated names, or after `finish`."""
         if not self._open:
             raise CkptkitError("this update is finished", "begin a new one for every update")
-        touched = dict.fromkeys(self._take(name, tensor) for name, tensor in named)
+        touched = dict.fromkeys(self._collect(name, tensor) for name, tensor in named)
         limit = self._limit
         full = {key for key in touched if limit is not None and self._bytes[key] > limit and self._may_be_cut(key)}
         return [self._bucket(key) for key in touched if self._left[key] == 0 or key in full]
@@ -152,15 +142,13 @@ class Session:
         self._open = False
         if not isinstance(self._quantizer.form, Fp8Form):
             check_complete(self._served.packed, self._delivered, elsewhere)
-        alone = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._may_be_cut(key)]
-        if alone:
-            raise CkptkitError(
-                f"what SGLang joins with {summarize(sorted(alone))} was not sent",
-                "send q_a_proj and kv_a_proj_with_mqa, q, k and v, gate and up in one update",
-            )
+        partial = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._may_be_cut(key)]
+        if partial:
+            hint = "send q_a_proj and kv_a_proj_with_mqa, q, k and v, gate and up in one update"
+            raise CkptkitError(f"a tensor that SGLang joins with {summarize(sorted(partial))} was not sent", hint)
         return [self._bucket(key) for key in list(self._waiting)]
 
-    def _take(self, name: str, tensor: Tensor) -> str:
+    def _collect(self, name: str, tensor: Tensor) -> str:
         known = self._served.name(name, tensor)
         if known in self._delivered:
             raise CkptkitError(f"{name} came twice in one update", "begin a new update for every set of weights")
@@ -172,7 +160,7 @@ class Session:
         return key
 
     def _may_be_cut(self, key: str) -> bool:
-        """Whether a bucket may be sent in parts: experts in INT4. SGLang joins what is in any other bucket."""
+        """Whether a bucket may be sent in parts: experts in INT4. SGLang joins the tensors of other buckets."""
         return not isinstance(self._quantizer.form, Fp8Form) and self._waiting[key][0][0] in self._served.packed
 
     def _bucket(self, key: str) -> Bucket:
@@ -183,8 +171,6 @@ class Session:
 def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
     """Raises CkptkitError naming the packed weights that an update left out."""
     if missing := sorted(packed.difference(delivered, elsewhere)):
-        raise CkptkitError(
-            f"the update left out {len(missing)} packed weight(s), "
-            f"which SGLang has destroyed by now: {summarize(missing)}",
-            "send every expert of every layer in each update, and repeat the whole update before anything is generated",
-        )
+        message = f"the update left out {len(missing)} packed weight(s), which SGLang has destroyed by now: "
+        hint = "send every expert of every layer in each update, and repeat the update before anything is generated"
+        raise CkptkitError(message + summarize(missing), hint)

@@ -1,7 +1,4 @@
-"""Describes what an engine serves, by the names of its checkpoint.
-
-It tells what is packed, which tensors go in one bucket, and what cannot be updated online.
-"""
+"""Describes the tensors of an engine by the names of its checkpoint: which are packed, and which share a bucket."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _SIBLINGS = (LATENT_DOWN, QKV, GATE_UP)
 
 @dataclass(frozen=True)
 class Served:
-    """The parameters that a trainer may send; `N.weight` stands for the engine's `N.weight_packed`."""
+    """The parameters that a trainer may send; `N.weight` means the engine's `N.weight_packed`."""
 
     bucket: Mapping[str, str]  # parameter -> key of its bucket (for packed experts, the layer's `….experts`)
     sizes: Mapping[str, int]  # bucket key -> number of parameters
@@ -46,30 +43,26 @@ class Served:
 
     def name(self, name: str, tensor: Tensor) -> str:
         """Returns the name in the checkpoint. Raises CkptkitError if none or several match, or if shapes differ."""
-        known = name if name in self.bucket else self._translated(name, tensor)
+        known = name if name in self.bucket else self._translate(name, tensor)
         shape = self.shapes.get(known)
         if shape is not None and shape != tuple(tensor.shape):
-            raise CkptkitError(
-                f"{name} is {list(tensor.shape)}, the engine's checkpoint has it as {list(shape)}",
-                "send whole tensors: gather the shards of all ranks first",
-            )
+            message = f"{name} is {list(tensor.shape)} but {list(shape)} in the engine's checkpoint"
+            raise CkptkitError(message, "send complete tensors: gather the shards of all ranks first")
         return known
 
-    def _translated(self, name: str, tensor: Tensor) -> str:
+    def _translate(self, name: str, tensor: Tensor) -> str:
         if not self.whole and not (name.endswith(".weight") and tensor.dim() > 1):
             return name
-        found = self.namesakes.get(_bare(name), ()) if self.whole else ()
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise CkptkitError(
-                f"{name} may be any of {summarize(found)} of the engine's checkpoint", "send it under its name there"
-            )
-        raise CkptkitError(
-            f"{name} {list(tensor.shape)} is not a tensor of the engine's checkpoint, so SGLang would drop it silently",
-            "send parameters under their names there, one tensor an expert"
-            + ("" if self.whole else ", and give those names as `reference`"),
-        )
+        matches = self.namesakes.get(_bare(name), ()) if self.whole else ()
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            message = f"{name} may be any of {summarize(matches)} of the engine's checkpoint"
+            raise CkptkitError(message, "send it under its name there")
+        message = f"{name} {list(tensor.shape)} is not a tensor of the engine's checkpoint"
+        hint = "send parameters under their names there, one tensor an expert"
+        hint += "" if self.whole else ", and give those names as `reference`"
+        raise CkptkitError(f"{message}, so SGLang would drop it silently", hint)
 
 
 def _bare(name: str) -> str:
@@ -79,7 +72,7 @@ def _bare(name: str) -> str:
 
 
 def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path | Iterable[str] | None) -> Served:
-    """Returns what an engine with this config serves. `reference`: its checkpoint's directory, or tensor names.
+    """Returns the tensors of an engine with this config. `reference`: its checkpoint's directory, or tensor names.
 
     With None the model's classes and `ignore` decide, and only matrices are known by name. Raises CkptkitError if
     nothing is packed, if names and `ignore` contradict each other, or if SGLang cannot update part of it online.
@@ -88,66 +81,49 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
     weights, whole = _weights(names, config)
     packed = frozenset(name for name, is_packed in weights.items() if is_packed)
     if not packed:
-        raise CkptkitError(
-            "the engine's checkpoint has no weight_packed",
-            "give the INT4 checkpoint that the engine serves, not the BF16 one",
-        )
+        hint = "give the INT4 checkpoint that the engine serves, not the BF16 one"
+        raise CkptkitError("the engine's checkpoint has no weight_packed", hint)
     _check_reloadable(packed, scheme)
     holders = (config, config.get("text_config") or {})
     layers = next((int(holder["num_hidden_layers"]) for holder in holders if holder.get("num_hidden_layers")), 0)
     _check_layers(weights, scheme.ignore, layers)
-    return served_of(weights, _shapes(specs, packed), whole=whole)
+    return _sort(weights, _shapes(specs, packed), whole=whole)
 
 
 def served_in_fp8(reference: str | Path | Iterable[str] | None) -> Served:
-    """What an engine serves from the FP8 checkpoint at `reference`: its directory, or its tensor names.
-
-    Every tensor that has a `_scale_inv` there is quantized. Raises CkptkitError without a reference, and where that has
-    no such tensor.
-    """
+    """Returns the tensors of an engine with the FP8 checkpoint at `reference`. Raises CkptkitError without scales."""
     names, specs = names_of(reference)
     if names is None:
-        raise CkptkitError(
-            "which weights an engine has in FP8 is not known from its config alone",
-            "give `reference`, the checkpoint that it serves, or the names of its tensors",
-        )
+        message = "which weights an engine has in FP8 is not known from only its config"
+        raise CkptkitError(message, "give `reference`, the checkpoint that it serves, or the names of its tensors")
     known = set(names)
     scales = {name + FP8_SCALE_INV for name in known} & known
     weights = {name: name + FP8_SCALE_INV in scales for name in names if name not in scales}
     if not any(weights.values()):
-        raise CkptkitError(
-            f"the engine's checkpoint has no tensor that ends in {FP8_SCALE_INV}",
-            "give the FP8 checkpoint that the engine serves, not the BF16 one",
-        )
+        message = f"the engine's checkpoint has no tensor that ends in {FP8_SCALE_INV}"
+        raise CkptkitError(message, "give the FP8 checkpoint that the engine serves, not the BF16 one")
     shapes = {name: specs[name].shape for name in weights if name in specs and len(specs[name].shape) > 1}
-    return served_of(weights, shapes, together=False)
+    return _sort(weights, shapes, joins_experts=False)
 
 
-def served_of(
-    weights: Mapping[str, bool], shapes: Mapping[str, tuple[int, ...]], *, whole: bool = True, together: bool = True
+def _sort(
+    weights: Mapping[str, bool],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    whole: bool = True,
+    joins_experts: bool = True,
 ) -> Served:
-    """Sorts parameters, given with whether each is quantized, into buckets.
-
-    `shapes`: of matrices, where known. `whole`: these are all parameters. `together`: a layer's quantized experts are
-    one bucket.
-    """
+    """Sorts parameters, given with whether each is quantized, into buckets."""
     packed = frozenset(name for name, is_packed in weights.items() if is_packed)
-    bucket = {name: _bucket_of(name, together and name in packed) for name in weights}
-    namesakes: dict[str, list[str]] = {}
+    bucket = {name: _bucket_of(name, joins_experts and name in packed) for name in weights}
+    namesakes: dict[str, tuple[str, ...]] = {}
     for name in weights:
-        namesakes.setdefault(_bare(name), []).append(name)
-    return Served(
-        bucket,
-        Counter(bucket.values()),
-        packed,
-        shapes,
-        whole,
-        {bare: tuple(several) for bare, several in namesakes.items()},
-    )
+        namesakes[_bare(name)] = (*namesakes.get(_bare(name), ()), name)
+    return Served(bucket, Counter(bucket.values()), packed, shapes, whole, namesakes)
 
 
 def names_of(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str] | None, Mapping[str, TensorSpec]]:
-    """The tensor names of a checkpoint, and the specs if no shard is missing: an index alone gives names only."""
+    """The tensor names of a checkpoint, and the specs if no shard is missing: without shards the index has names."""
     if reference is None:
         return None, {}
     if not isinstance(reference, str | Path):
@@ -161,7 +137,7 @@ def names_of(reference: str | Path | Iterable[str] | None) -> tuple[Collection[s
 
 
 def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[dict[str, bool], bool]:
-    """Returns parameter -> whether it is packed, and whether these are all parameters."""
+    """Returns whether each parameter is packed, and whether these are all parameters."""
     if names is not None:
         modules = set(packed_in(names))
         parts = {module + part for module in modules for part in INT4_ENDINGS if part != PACKED}
@@ -177,16 +153,12 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
 def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
     linears = [name for name in packed if not _EXPERT.fullmatch(_module(name))]
     if linears:
-        raise CkptkitError(
-            "SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin "
-            f"and keeps no way back: {summarize(sorted(linears))}",
-            f"quantize the checkpoint that the engine serves again with {ignore_options(sorted(linears))}",
-        )
+        message = "SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin "
+        hint = f"quantize the checkpoint that the engine serves again with {ignore_options(sorted(linears))}"
+        raise CkptkitError(f"{message}and keeps no way back: {summarize(sorted(linears))}", hint)
     if not scheme.symmetric:
-        raise CkptkitError(
-            "SGLang reads zero points of routed experts in another layout than compressed-tensors writes",
-            "quantize the checkpoint that the engine serves again with symmetric scales",
-        )
+        message = "SGLang reads zero points of routed experts in another layout than compressed-tensors writes"
+        raise CkptkitError(message, "quantize the checkpoint that the engine serves again with symmetric scales")
 
 
 def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: int) -> None:
@@ -197,14 +169,12 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
             seen.setdefault(match["experts"], {}).setdefault(is_packed, []).append(name)
     for experts, both in seen.items():
         if len(both) > 1:
-            raise CkptkitError(
-                f"{experts} is packed in part, and SGLang looks at the first expert only: "
-                f"{summarize(both[False])} would be dropped",
-                f"quantize the checkpoint again with --ignore '{entry_for(_module(both[False][0]))}', "
-                "or with no entry for these experts",
-            )
+            message = f"{experts} is packed in part, and SGLang looks at the first expert only: "
+            hint = f"quantize the checkpoint again with --ignore '{entry_for(_module(both[False][0]))}', "
+            hint += "or with no entry for these experts"
+            raise CkptkitError(f"{message}{summarize(both[False])} would be dropped", hint)
         number = _LAYER.search(experts)
-        if number is None or int(number[1]) < layers:  # readers skip draft layers, whatever `ignore` says
+        if number is None or int(number[1]) < layers:  # readers skip draft layers, regardless of `ignore`
             ((is_packed, names),) = both.items()
             _check_ignore([name for name in names if name.startswith(f"{experts}.0.")], is_packed, ignore)
 
@@ -215,11 +185,10 @@ def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]
         covering = [pattern for pattern in ignore if ignored([_module(name)], [pattern])]
         if is_packed == bool(covering):
             reading = f"covers it with {covering[0]!r}" if covering else "does not cover it"
-            raise CkptkitError(
-                f"{name} is {'' if is_packed else 'not '}packed in the engine's checkpoint, "
-                f"but `ignore` in its config {reading}",
-                "config and weights belong to different checkpoints; `ckptkit lint` names the entries",
-            )
+            state = "packed" if is_packed else "not packed"
+            message = f"{name} is {state} in the engine's checkpoint, but `ignore` in its config {reading}"
+            hint = "config and weights belong to different checkpoints; `ckptkit lint` names the entries"
+            raise CkptkitError(message, hint)
 
 
 def _bucket_of(name: str, is_packed: bool) -> str:

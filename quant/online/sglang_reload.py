@@ -31,27 +31,21 @@ def begin(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None
     """
     found = _packed(model)
     if other := {name: scheme for name, (_, scheme) in found.items() if scheme != _RELOADABLE}:
-        raise CkptkitError(
-            f"SGLang cannot load {summarize(other)} again ({', '.join(sorted(set(other.values())))})",
-            "only routed experts can be: leave every other layer out of INT4, "
-            "and let SGLang choose Marlin (--moe-runner-backend auto or marlin)",
-        )
+        hint = "only routed experts can be: leave every other layer out of INT4, "
+        hint += "and let SGLang choose Marlin (--moe-runner-backend auto or marlin)"
+        schemes = ", ".join(sorted(set(other.values())))
+        raise CkptkitError(f"SGLang cannot load {summarize(other)} again ({schemes})", hint)
     for module, _ in found.values():
         module.scheme.restore_weights_before_loading(module)  # type: ignore[union-attr, operator]
 
 
 def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Repacks the experts for Marlin. Raises CkptkitError without `begin`: repacking twice would destroy them.
-
-    A model without packed experts is left as it is: SGLang calls this for a draft model too.
-    """
+    """Repacks the experts, if any, for Marlin. Raises CkptkitError without `begin`: repacking twice loses them."""
     packed = [module for module, _ in _packed(model).values()]
     opened = [module for module in packed if not getattr(module, "is_marlin_converted", False)]
     if packed and not opened:
-        raise CkptkitError(
-            "no experts wait to be repacked",
-            "send ckptkit.quant.online.sglang_reload.begin before the weights of every update",
-        )
+        message = "no experts wait to be repacked"
+        raise CkptkitError(message, "send ckptkit.quant.online.sglang_reload.begin before the weights of every update")
     for module in opened:
         workspace = module.workspace
         module.scheme.process_weights_after_loading(module)  # type: ignore[union-attr, operator]

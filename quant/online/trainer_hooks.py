@@ -1,7 +1,4 @@
-"""Replaces the INT4 quantizers of slime and miles, which call once a parameter or once a bucket.
-
-docs/jobs.md shows the lines to change there.
-"""
+"""Replaces the INT4 quantizers of slime and miles; docs/jobs.md shows the lines to change there."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from ckptkit.quant.online.quantizer import Bucket, Named, OnlineQuantizer, check
 
 
 def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid: Grid | None = None) -> Bucket:
-    """Quantizes these HF tensors together, for an engine that serves the directory `checkpoint`.
-
-    `grid` is as for `OnlineQuantizer`. Only the first call reads the checkpoint (its config and tensor names).
-    Raises CkptkitError as `OnlineQuantizer` and its `quantize` do.
-    """
+    """Quantizes tensors like an `OnlineQuantizer` of the directory `checkpoint`, which only the first call reads."""
     return _quantizer(str(checkpoint), grid).quantize(converted_named_params)
 
 
@@ -42,10 +35,7 @@ class UpdateCheck:
         self._sent.update(f"{module}.weight" for module in packed_in(name for name, _ in named))
 
     def finish(self, elsewhere: Iterable[str] = ()) -> None:
-        """Raises CkptkitError naming every packed weight that no rank sent.
-
-        `elsewhere`: the `delivered` names of the other ranks.
-        """
+        """Raises CkptkitError naming every packed weight that no rank sent; `elsewhere`: `delivered` of other ranks."""
         check_complete(self._packed, self._sent, elsewhere)
 
 

@@ -1,1 +1,1 @@
-"""Schemes that weights can be quantized to, behind one protocol. A scheme is a module here and a row in `registry`."""
+"""Quantization schemes with one protocol. A scheme is a module here and a row in `registry`."""

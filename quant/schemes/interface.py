@@ -1,4 +1,4 @@
-"""What is asked of a scheme for one checkpoint, and the error that it reports. Imports no torch."""
+"""The request to a scheme for one checkpoint, and the rounding error that it reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from ckptkit.quant.ignore.readers import ALL_READERS
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for one checkpoint beside the scheme."""
+    """The options for one checkpoint in addition to the scheme."""
 
-    # The source as messages name it.
-    where: str
-    # A quantized checkpoint of the same model: what it has packed is packed, with its scales where they still fit.
+    where: str  # the name of the source in messages
+    # A quantized checkpoint of the same model: its packed weights are packed, with its scales if they still fit.
     like: Checkpoint | None = None
-    # The source as it is stored, where it is quantized itself; used as `like` is, less what `ignore` names.
+    # The stored tensors of a quantized source, used like `like` but without modules that `ignore` names.
     stored: Checkpoint | None = None
-    # "rl" packs routed experts alone, which both SGLang and vLLM can be updated with.
-    preset: Literal["rl"] | None = None
-    # Those of `ckptkit.quant.ignore.readers.ALL_READERS` who must agree on what is packed.
-    readers: Sequence[str] = ALL_READERS
-    # A tensor parallel size that the kernels of SGLang must be able to load.
-    tp: int | None = None
-    # What quantizes, "cpu" or "cuda"; the bytes are the same.
-    device: str = "cpu"
+    preset: Literal["rl"] | None = None  # "rl" packs only routed experts, which SGLang and vLLM can update
+    readers: Sequence[str] = ALL_READERS  # those that must agree on the packed weights
+    tp: int | None = None  # a tensor parallel size that the kernels of SGLang must be able to load
+    device: str = "cpu"  # or "cuda", with the same bytes
 
 
 class SquaredError(NamedTuple):
-    """Sums over weights: the squares of what packing changed, and those of the weights themselves."""
+    """Sums over weights: the squares of the changes by packing, and those of the weights."""
 
     error: float
     weights: float
@@ -40,15 +35,12 @@ class SquaredError(NamedTuple):
     @classmethod
     def total(cls, parts: Iterable[SquaredError]) -> SquaredError:
         """The sums over several matrices."""
-        found = list(parts)
-        return cls(sum(one.error for one in found), sum(one.weights for one in found))
+        errors = list(parts)
+        return cls(sum(one.error for one in errors), sum(one.weights for one in errors))
 
     @property
     def relative(self) -> float | None:
-        """The Frobenius norm of the change, as a share of that of the weights; 0 where all are zeros.
-
-        None where a square is beyond float32: of weights of more than 1e19.
-        """
+        """The Frobenius norm of the change relative to the weights, or None if a square exceeds float32."""
         if not math.isfinite(self.error + self.weights):
             return None
         return math.sqrt(self.error / self.weights) if self.weights else 0.0

@@ -1,7 +1,4 @@
-"""The schemes of quantization by name. Imports no torch: a scheme's module is loaded when it is used.
-
-Reading its weights back is a `Format` of `ckptkit.quant.formats`.
-"""
+"""The quantization schemes by name. Imports no torch: the module of a scheme is loaded on use."""
 
 from __future__ import annotations
 
@@ -21,48 +18,32 @@ if TYPE_CHECKING:
     from ckptkit.quant.schemes.floats import FloatScheme, FloatWeights
     from ckptkit.quant.schemes.w4a16 import PackedWeights
 
-# What a user asks for, as data; the constructor refuses contradictions.
-Scheme: TypeAlias = "QuantScheme | FloatScheme"
-# Which weights of one checkpoint become quantized, and into what.
-Packing: TypeAlias = "PackedWeights | FloatWeights"
+Scheme: TypeAlias = "QuantScheme | FloatScheme"  # the options of a user; the constructor refuses contradictions
+Packing: TypeAlias = "PackedWeights | FloatWeights"  # the selected weights of one checkpoint, and their new format
 
 
 class SchemeModule(Protocol):
-    """What a module of `ckptkit.quant.schemes` has."""
+    """A module of `ckptkit.quant.schemes`."""
 
     def from_options(self, name: str, given: dict[str, Any], reference: str | Path | None) -> Scheme:
-        """Makes the scheme called `name` of command line options, which it takes out of `given`.
-
-        Options not given default to those of the checkpoint at `reference`. Raises CkptkitError.
-        """
+        """Takes the options of a scheme out of `given`; defaults are those of `reference`. Raises CkptkitError."""
 
     def select(self, source: Checkpoint, scheme: Scheme, request: Request) -> Packing:
-        """Decides from headers what is quantized. Raises CkptkitError where readers would disagree about it."""
+        """Selects the weights to quantize, by headers. Raises CkptkitError if readers would disagree about them."""
 
     def quantize_sample(self, weight: Tensor, scheme: Scheme) -> None:
-        """Quantizes a matrix, so that a forecast can measure how long it takes."""
+        """Quantizes a matrix, so that a forecast can measure the time."""
 
 
 DEFAULT = "w4a16"  # of `ckptkit quantize`
-# By the name that `--quantize` takes.
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "w4a16": "ckptkit.quant.schemes.w4a16",
-        "fp8-block": "ckptkit.quant.schemes.floats",
-        "fp8-channel": "ckptkit.quant.schemes.floats",
-        "mxfp8": "ckptkit.quant.schemes.floats",
-        "mxfp4": "ckptkit.quant.schemes.floats",
-        "nvfp4": "ckptkit.quant.schemes.floats",
-    }
-)
-NAMES = tuple(_MODULES)
+_W4A16, _FLOATS = "ckptkit.quant.schemes.w4a16", "ckptkit.quant.schemes.floats"
+_FLOAT_NAMES = ("fp8-block", "fp8-channel", "mxfp8", "mxfp4", "nvfp4")
+_MODULES: Mapping[str, str] = MappingProxyType({"w4a16": _W4A16, **dict.fromkeys(_FLOAT_NAMES, _FLOATS)})
+NAMES = tuple(_MODULES)  # the values of `--quantize`
 UNQUANTIZED = "none"  # of `ckptkit quantize`: no scheme, so that a quantized source is dequantized
 # Command line options, by their parameters' names, that only the schemes of one module have.
 _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "ckptkit.quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
-        "ckptkit.quant.schemes.floats": ("rounding", "exact"),
-    }
+    {_W4A16: ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"), _FLOATS: ("rounding", "exact")}
 )
 
 

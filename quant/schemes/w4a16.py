@@ -1,9 +1,8 @@
-"""INT4 weights in groups, eight to an int32 word (compressed-tensors pack-quantized), as a scheme.
+"""The scheme of INT4 weights in groups, eight to an int32 word (compressed-tensors pack-quantized).
 
 `N.weight` becomes `N.weight_packed`, `N.weight_scale`, `N.weight_shape` and, if asymmetric, `N.weight_zero_point`.
-Weights of an INT4 checkpoint keep its scales where these still give the weight. A fresh scale could move weights that
-nobody changed: it follows from the group's largest weight, which need not be at the end of the grid that it was rounded
-to.
+Weights of an INT4 checkpoint keep its scales if these still give the weight. A fresh scale could change them: it
+depends on the group's largest weight, which may not be at the end of the original grid.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ckptkit.quant.formats.packing import (
     to_sglang_zero_points,
     unpack_zero_point,
 )
-from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
+from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in, unpacked_name
 from ckptkit.quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
 from ckptkit.quant.ignore import tiles
 from ckptkit.quant.ignore.matching import ignored
@@ -52,66 +51,53 @@ _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
 @dataclass(frozen=True)
 class StoredScheme:
-    """What the config of an INT4 checkpoint says about its scales."""
+    """The declaration of scales in the config of an INT4 checkpoint."""
 
     group_size: int | None  # None: one scale a row
     symmetric: bool
     grid: Grid | None = None  # None: another tool wrote the config
-    scale_dtype: torch.dtype | None = None  # None: the weight's own
-    kept_scales: bool = False  # scales of another grid may be among them
+    scale_dtype: torch.dtype | None = None  # None: the weight's
+    kept_scales: bool = False  # some scales may be on another grid
 
 
 def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
-    """Reads what a whole config.json says about INT4 scales; None when the weights are not INT4.
-
-    Raises CkptkitError for a quantization that ckptkit cannot read.
-    """
+    """Reads the scales of a config.json, or None for other formats than INT4. Raises CkptkitError for unknown ones."""
     from ckptkit.quant.formats.dequantize import format_of
     from ckptkit.quant.formats.packing import PackedInt4
 
     if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
         return None
     weights = next(iter(parse(quantization_of(config)).config_groups.values())).weights
-    grid = weights.observer_kwargs.get("grid")
-    kept_scales = weights.observer_kwargs.get(KEPT_SCALES) is True
-    known = grid if grid in GRIDS else None
-    return StoredScheme(form.group, form.symmetric, known, weights.scale_dtype, kept_scales)
+    grid, kept_scales = weights.observer_kwargs.get("grid"), weights.observer_kwargs.get(KEPT_SCALES) is True
+    return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype, kept_scales)
 
 
 def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:
-    """Reads the packed parts of a module from an INT4 checkpoint; None when the module is not packed.
-
-    Raises CkptkitError when a part is missing.
-    """
-    names = [module + part for part in (PACKED, SCALE, *([] if symmetric else [ZERO_POINT]))]
+    """Reads the packed parts of a module, or None if it is not packed. Raises CkptkitError if a part is missing."""
+    names = [module + PACKED, module + SCALE, *([] if symmetric else [module + ZERO_POINT])]
     if names[0] not in reference.specs:
         return None
     if missing := [name for name in names if name not in reference.specs]:
-        raise CkptkitError(
-            f"the reference has {names[0]} but no {missing[0]}",
-            "download the missing shard, or leave the reference out",
-        )
-    found = [*reference.read(names).values()]
-    return Packed(found[0], found[1], None if symmetric else found[2])
+        message = f"the reference has {names[0]} but no {missing[0]}"
+        raise CkptkitError(message, "download the missing shard, or leave the reference out")
+    words, scale, *zero_point = reference.read(names).values()
+    return Packed(words, scale, zero_point[0] if zero_point else None)
 
 
 def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -> Packed:
     """Packs [rows, columns]; groups that the scales and zero points of `before` reproduce keep them.
 
-    A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, equals
+    A group keeps its scale if (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, equals
     each of its weights in the weight's dtype. The sign of a zero does not count: no code holds it. Other groups get
     fresh scales. Scales are stored in the scheme's dtype, or in that of `before` if the scheme has none.
-    Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
+    Raises CkptkitError as `quantize_pack` does, and if `before` has other groups.
     """
     scheme = replace(scheme, scale_dtype=scheme.scale_dtype or before.scale.dtype)
     check(weight, scheme, name)
     rows, columns = weight.shape
-    if before.scale.shape != (rows, scheme.groups(columns)):
-        wanted = [rows, scheme.groups(columns)]
-        raise CkptkitError(
-            f"{name}: the reference has scales {list(before.scale.shape)}, not {wanted}",
-            "give a reference of the same model",
-        )
+    if before.scale.shape != (expected := (rows, scheme.groups(columns))):
+        message = f"{name}: the reference has scales {list(before.scale.shape)}, not {list(expected)}"
+        raise CkptkitError(message, "give a reference of the same model")
     scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
     zero_point = before.zero_point
     if zero_point is not None:
@@ -129,7 +115,7 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
 
 
 def _codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Returns codes int8 [rows, columns] for these scales, and bool [rows, groups]: which groups they reproduce."""
+    """Returns codes int8 [rows, columns] for these scales, and bool [rows, groups]: the groups that they reproduce."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     reused = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
     size = scheme.group_size or weight.shape[1]
@@ -170,46 +156,42 @@ def int4_scheme(
     search: Search = "none",
     scale_dtype: torch.dtype | None = None,
 ) -> QuantScheme:
-    """Makes a scheme. Options not given default to those of the INT4 HF checkpoint at `reference`, a path or URL.
+    """Makes a scheme. Missing options default to those of the INT4 HF checkpoint at `reference`, a path or URL.
 
-    Without one, or where that is not in INT4: groups of 128, symmetric, qmax7. Asymmetric and searched schemes are on
-    the minmax grid, the only one that allows them. Raises CkptkitError as `QuantScheme` does.
+    Without INT4 there: groups of 128, symmetric, qmax7. Asymmetric and searched schemes are on the minmax grid, the
+    only one that allows them. Raises CkptkitError as `QuantScheme` does.
     """
     config = config_at(reference) if reference else None
-    known = (stored_scheme(config) if config is not None else None) or StoredScheme(128, True)
-    even = known.symmetric if symmetric is None else symmetric
-    chosen = grid or (known.grid if even and search == "none" else "minmax") or "qmax7"
-    size = known.group_size if group_size is None else None if group_size == "channel" else group_size
-    return QuantScheme(size, chosen, ignore, even, search, scale_dtype or known.scale_dtype)
+    stored = (stored_scheme(config) if config is not None else None) or StoredScheme(128, True)
+    symmetric = stored.symmetric if symmetric is None else symmetric
+    grid = grid or (stored.grid if symmetric and search == "none" else "minmax") or "qmax7"
+    size = stored.group_size if group_size is None else None if group_size == "channel" else group_size
+    return QuantScheme(size, grid, ignore, symmetric, search, scale_dtype or stored.scale_dtype)
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Which weights of one checkpoint are quantized, and how, to INT4."""
+    """The selected weights of one checkpoint, and how they become INT4."""
 
-    # With the whole `ignore` list.
-    scheme: QuantScheme
+    scheme: QuantScheme  # with the complete `ignore` list
     names: frozenset[str]
     device: str = "cpu"
-    # An INT4 checkpoint with the same groups, whose scales are kept where they still give the weight.
+    # An INT4 checkpoint with the same groups; its scales are kept if they still give the weight.
     reference: Checkpoint | None = None
-    # Whether zero points of routed experts are stored in the layout of SGLang (`ckptkit.quant.formats.packing`).
-    sglang_experts: bool = False
-    # Whether scales of `reference` may be on another grid than that of the scheme.
-    kept_scales: bool = False
-    notes: tuple[str, ...] = ()  # what to know before the result is served
+    sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout (`quant.formats.packing`)
+    kept_scales: bool = False  # scales of `reference` may be on another grid than that of the scheme
+    notes: tuple[str, ...] = ()  # limits of engines that serve the result
     together: tuple[tuple[str, ...], ...] = ()  # weights quantized in one step, since they share a scale
-    advice: str | None = None  # which options would lose less, where they may be used
-    # How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes.
-    errors: dict[str, SquaredError] = field(default_factory=dict)
+    advice: str | None = None  # options with a smaller error, if any
+    errors: dict[str, SquaredError] = field(default_factory=dict)  # of packed weights, by the name of their codes
 
     @property
     def label(self) -> str:
-        """What happens to a weight, for the dry run."""
+        """The operation on a weight, for the dry run."""
         return f"quantize {self.scheme.grid}"
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The tensors that a weight becomes."""
+        """The tensors of a quantized weight."""
         rows, columns = spec.shape
         groups = self.scheme.groups(columns)
         packed, scale, shape, zero_point = (
@@ -229,10 +211,10 @@ class PackedWeights:
         return (*parts, TensorSpec(zero_point, zeros, "int32"))
 
     def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Quantizes weights, those of one step, to what `shapes` announces, one after the other."""
-        return [part for spec, tensor in zip(specs, tensors, strict=True) for part in self._packed(spec, tensor)]
+        """Quantizes the weights of one step to tensors as in `shapes`, one weight after the other."""
+        return [part for spec, tensor in zip(specs, tensors, strict=True) for part in self._pack(spec, tensor)]
 
-    def _packed(self, spec: TensorSpec, tensor: Tensor) -> list[Tensor]:
+    def _pack(self, spec: TensorSpec, tensor: Tensor) -> list[Tensor]:
         module, scheme = spec.name.removesuffix(".weight"), self.scheme
         before = stored_parts(self.reference, module, scheme.symmetric) if self.reference is not None else None
         weight = tensor.to(self.device)
@@ -240,14 +222,13 @@ class PackedWeights:
             packed = requantize(weight, before, scheme, spec.name)
         else:
             (packed,) = quantize_pack([weight], scheme, [spec.name])
-        zero = packed.zero_point
-        packed = Packed(packed.words.cpu(), packed.scale.cpu(), None if zero is None else zero.cpu())
-        self.errors[module + PACKED] = int4_error(tensor, packed)
-        parts = [packed.words, packed.scale, torch.tensor(spec.shape)]
-        if (zero_point := packed.zero_point) is not None:
-            turned = self._is_turned(spec)
-            parts.append(to_sglang_zero_points(zero_point, spec.shape[0], spec.name) if turned else zero_point)
-        return parts
+        words, scale, zero_point = packed.words.cpu(), packed.scale.cpu(), packed.zero_point
+        zero_point = None if zero_point is None else zero_point.cpu()
+        self.errors[module + PACKED] = int4_error(tensor, Packed(words, scale, zero_point))
+        if zero_point is not None and self._is_turned(spec):
+            zero_point = to_sglang_zero_points(zero_point, spec.shape[0], spec.name)
+        parts = [words, scale, torch.tensor(spec.shape)]
+        return parts if zero_point is None else [*parts, zero_point]
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of the result."""
@@ -258,41 +239,42 @@ class PackedWeights:
 
 
 def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedWeights:
-    """Decides what becomes INT4. `source` has one tensor an expert; the model's own list is added to `scheme.ignore`.
+    """Selects the weights for INT4. `source` has one tensor an expert; the model's list is added to `scheme.ignore`.
 
     Raises CkptkitError, before anything is read, as `select_int4_weights` does, if a Linear of the model is missing, if
     transformers was chosen as a reader and cannot load the packed experts, and if nothing is left to quantize.
     """
     reference, like = _reference(source, scheme, request)
     config = adapt_config(source.config, source.specs)
-    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
-    names = select_int4_weights(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
+    user_ignore = scheme.ignore
+    scheme = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *user_ignore])))
+    names = select_int4_weights(source.specs, config, scheme, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if name in names]
     if not names:
-        raise nothing_left(scheme.ignore)
+        raise nothing_left(user_ignore)
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
-    experts = any(map(is_expert, names))
-    if experts:
+    has_experts = any(map(is_expert, names))
+    if has_experts:
         refuse_for_transformers(config, request.where, request.readers)
-    special = check_zero_point_layout(whole, experts, request.readers)
-    joins = special and engine_class("sglang", config).joins_shared_expert
+    for_sglang = check_zero_point_layout(scheme, has_experts, request.readers)
+    joins = for_sglang and engine_class("sglang", config).joins_shared_expert
     if joins and (joined := [spec.name for spec in chosen if ".shared_experts." in spec.name]):
         raise CkptkitError(
-            f"{joined[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",
+            f"{joined[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot load its zero points",
             r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
         )
-    notes = tiles.kernel_notes("INT4", chosen, config, whole.group_size, request.readers)
+    notes = tiles.kernel_notes("INT4", chosen, config, scheme.group_size, request.readers)
     notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
-    if before is None or (before.group_size, before.symmetric) != (whole.group_size, whole.symmetric):
-        advice = None
-        if request.preset is None and before is None and whole.grid == "qmax7":
-            less = "--search mse" if experts else "--asymmetric, or --search mse,"
-            trained = "qmax7 is for weights that training rounds so (slime, Kimi K2)"
-            advice = f"{trained}; for others {less} loses less: docs/quantize.md"
-        return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes, advice=advice)
-    kept_scales = before.kept_scales or before.grid != whole.grid
-    return PackedWeights(whole, names, request.device, reference, special, kept_scales, notes)
+    if before is not None and (before.group_size, before.symmetric) == (scheme.group_size, scheme.symmetric):
+        kept_scales = before.kept_scales or before.grid != scheme.grid
+        return PackedWeights(scheme, names, request.device, reference, for_sglang, kept_scales, notes)
+    advice = None
+    if request.preset is None and before is None and scheme.grid == "qmax7":
+        options = "--search mse" if has_experts else "--asymmetric, or --search mse,"
+        advice = "qmax7 is for weights that training rounds to it (slime, Kimi K2); for other weights "
+        advice += f"{options} loses less: docs/quantize.md"
+    return PackedWeights(scheme, names, request.device, sglang_experts=for_sglang, notes=notes, advice=advice)
 
 
 def quantize_sample(weight: Tensor, scheme: QuantScheme) -> None:
@@ -303,7 +285,7 @@ def quantize_sample(weight: Tensor, scheme: QuantScheme) -> None:
 def _reference(
     source: Checkpoint, scheme: QuantScheme, request: Request
 ) -> tuple[Checkpoint | None, Collection[str] | None]:
-    """The checkpoint that gives scales, and the names of one that says what is packed."""
+    """The checkpoint that gives scales, and the names of one that decides which weights are packed."""
     stored = request.stored if request.stored is not None and stored_scheme(request.stored.config) else None
     reference = stored if request.like is None else request.like
     if request.preset:
@@ -313,29 +295,24 @@ def _reference(
             declared = describe_quantization(request.like.config)
             raise CkptkitError(f"--like has no INT4 weights: {declared}", "give an INT4 checkpoint of the same model")
         return reference, request.like.specs
-    return reference, None if stored is None else _packed_less(stored.specs, scheme.ignore)
+    return reference, None if stored is None else _unpack_ignored(stored.specs, scheme.ignore)
 
 
 def _names_for_rl(source: Checkpoint) -> dict[str, None]:
-    """The names of an INT4 checkpoint that SGLang and vLLM can be updated with: only routed experts are packed.
+    """The names of an INT4 checkpoint with only routed experts packed, in the source's order. Raises without experts.
 
-    They are in the source's order, from which that of `ignore` follows: a set's would change with every process.
-    SGLang cannot take other INT4 layers a second time, vLLM can; slime's training rounds nothing else. Raises
-    CkptkitError where the model has no routed experts.
+    SGLang cannot load other INT4 layers a second time, vLLM can; slime's training rounds nothing else.
     """
     experts = class_tree(adapt_config(source.config, source.specs)).experts
     if not experts:
-        raise CkptkitError(
-            "--preset rl packs routed experts alone, since SGLang cannot be updated with other INT4 layers; this model "
-            "has none",
-            "serve it in BF16, or leave out the preset where the engine is vLLM, or is never updated",
-        )
+        message = "--preset rl packs only routed experts, since SGLang cannot be updated with other INT4 layers; "
+        hint = "serve it in BF16, or leave out the preset if the engine is vLLM, or is never updated"
+        raise CkptkitError(f"{message}this model has no routed experts", hint)
     packed = {f"{module}.weight" for module in experts}
     return dict.fromkeys(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
 
 
-def _packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
+def _unpack_ignored(names: Collection[str], ignore: Sequence[str]) -> list[str]:
     """Replaces `N.weight_packed` by `N.weight` in these names for every module that an `ignore` entry covers."""
-    spared = ignored((name.removesuffix(PACKED) for name in names if name.endswith(PACKED)), ignore)
-    modules = [(name, name.removesuffix(PACKED)) for name in names]
-    return [f"{module}.weight" if module != name and module in spared else name for name, module in modules]
+    excluded = ignored(packed_in(names), ignore)
+    return [unpacked_name(name) if name.removesuffix(PACKED) in excluded else name for name in names]

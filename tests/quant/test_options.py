@@ -118,8 +118,9 @@ def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_s
         assert found.packed is not None
         return found.packed.advice
 
-    assert "--asymmetric, or --search mse, loses less" in str(advice("qwen2-tied"))
-    assert "others --search mse loses less" in str(advice("qwen3_moe"))
+    dense, experts = str(advice("qwen2-tied")), str(advice("qwen3_moe"))
+    assert ("--asymmetric" in dense, "--asymmetric" in experts) == (True, False)
+    assert dense.count("--search mse") == experts.count("--search mse") == 1
     assert advice("qwen3_moe", preset="rl") is None
     assert advice("qwen3_moe", int4_scheme(grid="minmax", group_size=32)) is None
 

@@ -1,7 +1,7 @@
 """Turns stored codes and scales into numbers: float8_e4m3fn, E2M1 two a byte, and powers of two as bytes.
 
 All products are float32, rounded once to bfloat16. NVFP4's block scale is multiplied (ModelOpt) or divided
-(compressed-tensors) by the tensor's scale first. The even element of a pair stands in the low four bits.
+(compressed-tensors) by the tensor's scale first. The even element of a pair is in the low four bits.
 Source: DeepSeek-V3 `inference/kernel.py`, `weight_dequant`; compressed-tensors `_dequantize`; OCP Microscaling Formats
 1.0, sections 5.3.3 and 5.4.1; nvidia-modelopt `qtensor/nvfp4_tensor.py`.
 """
@@ -41,7 +41,7 @@ def has_nan(weight: Tensor) -> bool:
 
 
 def factors(layout: Layout, scales: Tensor, second: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Returns what each block of a weight of `shape` is multiplied by, float32 [..., rows of blocks, columns of them].
+    """Returns the factor of each block of a weight of `shape`, float32 [..., rows of blocks, columns of them].
 
     `scales` in any of `layout.scale_shapes`; `second`: the tensor's own scale, one value or one a matrix.
     """
@@ -49,23 +49,20 @@ def factors(layout: Layout, scales: Tensor, second: Tensor | None, shape: tuple[
     found = found.reshape(grid) if found.numel() > 1 or found.dim() == len(grid) else found.reshape(1).expand(grid)
     if second is None:
         return found
-    whole = second.float()
-    whole = whole.reshape(*whole.shape, 1, 1) if whole.dim() and whole.numel() > 1 else whole.reshape(1)
-    return found / whole if layout.divides else found * whole
+    shared = second.float()
+    shared = shared.reshape(*shared.shape, 1, 1) if shared.dim() and shared.numel() > 1 else shared.reshape(1)
+    return found / shared if layout.divides else found * shared
 
 
 def spread(scales: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
-    """Returns the scale of each weight [..., rows, columns], of those of blocks; the last blocks may be smaller."""
+    """Expands the scales of blocks to one scale a weight [..., rows, columns]; the last blocks may be smaller."""
     rows, columns = shape[-2:]
     down = scales.repeat_interleave(block[0] or rows, -2)[..., :rows, :]
     return down.repeat_interleave(block[1] or columns, -1)[..., :columns]
 
 
 def codes_and_scales(weight: Tensor, scales: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Returns the number that each FP8 weight stores, and the scale that it is multiplied by; both float32.
-
-    `weight`: [..., rows, columns] on any device. `scales`: one for each `block`, or for the tensor.
-    """
+    """Returns float32 codes and scales of FP8 weights [..., rows, columns] with a scale for each `block` or one."""
     found = as_float(scales)
     if block == (None, None) and found.dim() < weight.dim():
         return weight.float(), found.reshape(1).expand(weight.shape)
@@ -84,7 +81,7 @@ def values(layout: Layout, codes: Tensor) -> Tensor:
 
 
 def dequantize(layout: Layout, codes: Tensor, scales: Tensor, second: Tensor | None = None) -> Tensor:
-    """Returns a weight in bfloat16 [..., rows, columns]. Codes and scales as `layout` has them."""
+    """Returns a weight in bfloat16 [..., rows, columns]; codes and scales are in `layout`."""
     import torch
 
     if layout.number != E4M3 and second is None and scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -98,7 +95,7 @@ def dequantize(layout: Layout, codes: Tensor, scales: Tensor, second: Tensor | N
 
 
 def _few(layout: Layout, codes: Tensor, found: Tensor, shape: tuple[int, ...], height: int) -> Tensor:
-    """As `dequantize`, where each scale is of few weights of whole blocks."""
+    """Does the same as `dequantize` for scales of few weights, all in complete blocks."""
     import torch
 
     result = torch.empty(shape, dtype=torch.bfloat16)
@@ -133,22 +130,13 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
         places = places + np.arange(several, dtype=np.intp).repeat(height)[:, None] * (across * 256)
     for matrix, factor in enumerate(scales.reshape(-1, down, across)):
         for start in range(0, down, several):
-            products = (
-                (factor[start : start + several].unsqueeze(-1) * e4m3_values())
-                .to(torch.bfloat16)
-                .view(torch.int16)
-                .flatten()
-                .numpy()
-            )
+            products = (factor[start : start + several].unsqueeze(-1) * e4m3_values()).to(torch.bfloat16)
+            table = products.view(torch.int16).flatten().numpy()
             first, last = start * height, min((start + several) * height, rows)
             for begin, end in row_cuts(last - first, places.itemsize * columns, ON_THE_WAY):
                 at = slice(first + begin, first + end)
-                np.take(
-                    products,
-                    codes[matrix, at] + (places[begin:end] if several > 1 else places),
-                    out=found[matrix, at],
-                    mode="clip",
-                )
+                index = codes[matrix, at] + (places[begin:end] if several > 1 else places)
+                np.take(table, index, out=found[matrix, at], mode="clip")
     return result
 
 
@@ -174,7 +162,7 @@ def _powers(codes: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def e4m3_values() -> Tensor:
-    """Returns the number that each byte of float8_e4m3fn stands for, float32 [256]."""
+    """Returns the number of each byte of float8_e4m3fn, float32 [256]."""
     import torch
 
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

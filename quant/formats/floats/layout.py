@@ -1,7 +1,7 @@
 """How each spelling of a low-precision format stores a weight: names, dtypes and shapes of its parts.
 
-A weight is a number of few bits (a code) times the scale of its block and, in NVFP4, times a scale of the whole tensor.
-Imports no torch. The spellings that files are met in:
+A weight is a number of few bits (a code) times the scale of its block and, in NVFP4, times a scale of the tensor.
+Imports no torch. The known spellings:
 
 | row | tensors | written by |
 | --- | --- | --- |
@@ -57,19 +57,16 @@ PACKED_GROUP = 16  # bytes of a group in gpt-oss's layout: 32 codes
 
 @dataclass(frozen=True)
 class Layout:
-    """One spelling of a format.
-
-    Endings are appended to the weight's name; one that begins with a dot replaces its `.weight`.
-    """
+    """One spelling of a format. Endings follow the weight's name; one with a dot replaces its `.weight`."""
 
     words: str  # the format in a few words
     number: Number
-    block: Block  # rows and columns that share a scale; None: all of them
+    block: Block  # rows and columns that share a scale, or None for all of them
     scales: tuple[str, ...]  # endings of the scale's name, of which one is stored
     scale_dtypes: tuple[str, ...] = FLOAT_SCALES  # uint8: the exponents that float8_e8m0fnu stores
     codes: str = ""  # ending of the tensor of codes
     code_dtypes: tuple[str, ...] = (E4M3,)
-    second: str = ""  # ending of the tensor's own scale; empty: it has none
+    second: str = ""  # ending of the scale of the tensor, if it has one
     divides: bool = False  # whether that one divides
     inputs: tuple[str, ...] = ()  # endings of an activation's scale
     needs_input: bool = False  # whether an engine reads that scale
@@ -79,11 +76,9 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[str, ...]:
         """Endings that only parts of a quantized weight have."""
-        return tuple(
-            f".weight{ending}" if ending == "_scale" else ending
-            for ending in (*([self.codes] if self.codes else []), *self.scales, *([self.second] if self.second else []))
-            if ending != ".scale"  # plain parameters may end in it too
-        )
+        endings = (self.codes, *self.scales, self.second)
+        # Plain parameters may also end in ".scale".
+        return tuple(f".weight{one}" if one == "_scale" else one for one in endings if one not in ("", ".scale"))
 
     def weight(self, codes: str) -> str:
         """Returns the name of the weight that the tensor `codes` stores."""
@@ -95,15 +90,12 @@ class Layout:
 
     def is_codes(self, spec: TensorSpec) -> bool:
         """Whether a tensor, by its name and dtype, holds codes of this layout."""
-        name = spec.name
-        return (
-            spec.dtype in self.code_dtypes
-            and name.endswith(self.codes)
-            and self.weight(name).removesuffix(".weight").endswith(self.only)
-        )
+        if spec.dtype not in self.code_dtypes or not spec.name.endswith(self.codes):
+            return False
+        return self.weight(spec.name).removesuffix(".weight").endswith(self.only)
 
     def shape(self, codes: TensorSpec) -> tuple[int, ...] | None:
-        """Returns the shape [..., rows, columns] of the weight; None where the codes are of no weight."""
+        """Returns the shape [..., rows, columns] of the weight, or None if the codes have another shape."""
         if self.axes == "groups":
             grouped = len(codes.shape) == 4 and codes.shape[-1] == PACKED_GROUP
             return (*codes.shape[:2], codes.shape[2] * 2 * PACKED_GROUP) if grouped else None
@@ -112,7 +104,7 @@ class Layout:
         return codes.shape if self.number == E4M3 else (*codes.shape[:-1], codes.shape[-1] * 2)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns how many blocks a weight has: [..., rows of blocks, columns of blocks]."""
+        """Returns the number of blocks of a weight: [..., rows of blocks, columns of blocks]."""
         height, width = self.block[0] or shape[-2], self.block[1] or shape[-1]
         return (*shape[:-2], -(-shape[-2] // (height or 1)), -(-shape[-1] // (width or 1)))
 
@@ -129,7 +121,7 @@ class Layout:
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether scales are powers of two and codes E4M3, as OCP's Microscaling Formats have them."""
+        """Whether scales are powers of two and codes E4M3, as in OCP's Microscaling Formats."""
         return self.number == E4M3 and not set(self.scale_dtypes) & set(SCALE_DTYPES)
 
     @property
@@ -151,7 +143,7 @@ _MXFP8 = "MXFP8 (float8_e4m3fn, one power of two for each 32 weights)"
 
 
 def _fp8(block: Block, *inputs: str, static: bool, scales: tuple[str, ...] = (FP8_SCALE,), **more: Any) -> Layout:
-    """`inputs`: endings of scales of activations, which engines need where they are `static`."""
+    """`inputs`: endings of scales of activations, which engines need if they are `static`."""
     rows, columns = block
     each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
     words = f"FP8 (float8_e4m3fn, one scale for each {each})"
@@ -186,23 +178,15 @@ def mxfp8(*scales: str) -> Layout:
     return Layout(_MXFP8, E4M3, (1, _MX), scales or (FP8_SCALE_INV, FP8_SCALE), _POWERS)
 
 
-MXFP4_EXPERTS = Layout(
-    _MXFP4,
-    E2M1,
-    (1, _MX),
-    (MXFP4_SCALES,),
-    ("uint8",),
-    MXFP4_BLOCKS,
-    ("uint8", "int8"),  # int8 is refused, by name
-    axes="groups",
-)
+_BYTES = ("int8", "uint8")  # int8 is refused in MXFP4_EXPERTS, by name
+MXFP4_EXPERTS = Layout(_MXFP4, E2M1, (1, _MX), (MXFP4_SCALES,), ("uint8",), MXFP4_BLOCKS, _BYTES[::-1], axes="groups")
 MXFP4_BYTES = Layout(
-    _MXFP4, E2M1, (1, _MX), (".scale", FP8_SCALE_INV, FP8_SCALE), (EXPONENTS, "uint8", "float32"), "", ("int8", "uint8")
+    _MXFP4, E2M1, (1, _MX), (".scale", FP8_SCALE_INV, FP8_SCALE), (EXPONENTS, "uint8", "float32"), "", _BYTES
 )
 
 
 def mxfp4(packed: bool) -> Layout:
-    """MXFP4, `packed`: as compressed-tensors names it, else as Quark and ModelOpt do."""
+    """MXFP4 with the names of compressed-tensors if `packed`, else of Quark and ModelOpt."""
     return Layout(_MXFP4, E2M1, (1, _MX), (FP8_SCALE,), _POWERS, _PACKED if packed else "", ("uint8",))
 
 
@@ -227,7 +211,7 @@ def compressed_nvfp4(*, static: bool = True) -> Layout:
     return _nvfp4(16, _PACKED, GLOBAL_SCALE, ".input_global_scale", needs_input=static, divides=True)
 
 
-# One row of each spelling, whatever its block.
+# One row of each spelling; its block does not matter.
 _ROWS = (
     fp8((None, None), static=True),
     compressed_fp8((None, None), static=True),
@@ -239,14 +223,14 @@ _ROWS = (
     quark_nvfp4(),
     compressed_nvfp4(),
 )
-# Endings that only scales have, those of activations too.
+# Endings that only scales have, including those of activations.
 SCALE_ENDINGS = tuple(dict.fromkeys(part for row in _ROWS for part in (*row.parts, *row.inputs) if part != row.codes))
 _CODES = tuple(dict.fromkeys(row.codes for row in _ROWS if row.codes))
 _SCALES = tuple(dict.fromkeys(scale for row in _ROWS for scale in row.scales))
 
 
 def quantized_in(names: Iterable[str]) -> Iterator[str]:
-    """Yields the modules whose weight these tensors store in codes, in any spelling of floats: by names alone."""
+    """Yields the modules with a weight in codes among these names, in any spelling of floats."""
     known = frozenset(names)
     for name in known:
         if name.endswith(_CODES):

@@ -160,7 +160,7 @@ def test_refuses_scales_and_ranges_that_overflow() -> None:
         (torch.ones(8, 96), "96.*features.*64"),
         (torch.ones(8, 64, dtype=torch.float64), r"^b is \[8, 64\] float64"),
         (torch.ones(64), r"^b is \[64\] float32"),
-        (torch.ones(8, 64, device="meta"), "^b lies on meta, a on cpu"),
+        (torch.ones(8, 64, device="meta"), "^b .*meta.* a .*cpu"),
     ],
 )
 def test_refuses_what_cannot_be_packed_by_name(weight: torch.Tensor, message: str) -> None:

@@ -223,7 +223,7 @@ def test_a_part_of_the_weights_may_be_sent_but_no_half_of_what_an_engine_joins()
     assert session.finish() == []
     torn = online.begin()
     torn.add([(parts[0], weight)])
-    with pytest.raises(CkptkitError, match="what SGLang joins with .*q_a_proj.weight was not sent"):
+    with pytest.raises(CkptkitError, match=r"q_a_proj\.weight"):
         torn.finish()
 
 
