@@ -168,7 +168,7 @@ def test_end_of_the_source_that_the_template_writes_is_an_end(
     for file, changed in changes.items():
         change(hf, file, **changed)
     _, found = alone("CK707", hf, source_path=source)
-    lost = [("warning", text_with("among"))]
+    lost = [("warning", text_with("template eos_token_id"))]
     assert [(one.severity, one.expected) for one in found] == (lost if is_lost else [])
     assert alone("CK707", hf)[1] == []
 
