@@ -95,7 +95,8 @@ def make_bases(root: Path) -> None:
     publish(root / "deltas", 1, old, trained(old, 1))
     linked(root / "hf", root / "manifest")
     make_manifest(root / "manifest")
-    texts = {"script/run.sh": SCRIPT.format(sound=root), "log/log.txt": "iteration 1\n", "yaml/job.yaml": _yaml(root)}
+    job = json.dumps({"actor_rollout_ref": {"model": {"path": str(root / "hf")}}})
+    texts = {"script/run.sh": SCRIPT.format(sound=root), "log/log.txt": "iteration 1\n", "yaml/job.yaml": job}
     for name, text in texts.items():
         (root / name).parent.mkdir()
         (root / name).write_text(text)
@@ -114,7 +115,3 @@ def commands(base: str, sound: Path, **values: str) -> dict[str, list[str]]:
         verb: [word.format(sound=sound, **values) for word in words.split(" ")]
         for verb, words in COMMANDS[base].items()
     }
-
-
-def _yaml(root: Path) -> str:
-    return json.dumps({"actor_rollout_ref": {"model": {"path": str(root / "hf")}}})

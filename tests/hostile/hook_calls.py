@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ckptkit.app.hooks import check_launch
 from ckptkit.converters.megatron.arguments import megatron_args
@@ -13,10 +12,6 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.hooks import after_init, after_save, after_weight_write
 
 
-def _arguments(sound: str) -> dict[str, Any]:
-    return megatron_args(dims_of(read_json(Path(sound, "config.json"))))
-
-
 def call(words: Sequence[str]) -> int:
     """Calls the hook. Prints what it raises as its traceback ends, and returns 1; else 0."""
     name, given, sound = words
@@ -24,7 +19,8 @@ def call(words: Sequence[str]) -> int:
     try:
         match name:
             case "after_init":
-                after_init(Namespace(hf_checkpoint=given, **_arguments(sound)))
+                dims = dims_of(read_json(Path(sound, "config.json")))
+                after_init(Namespace(hf_checkpoint=given, **megatron_args(dims)))
             case "after_save":
                 after_save(trained, 1, given, None)
             case "after_write" | "after_delta":

@@ -71,10 +71,6 @@ class Watch:
         return os.path.join(self._root, os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
 
 
-def _virtual() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def _child(words: Sequence[str], root: Path) -> None:
     """Runs one verb as the command line does. Does not return."""
     # In a fork torch makes its pool of threads anew at the first call; of threads that call at once some find none.
@@ -84,7 +80,7 @@ def _child(words: Sequence[str], root: Path) -> None:
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ |= {"TMPDIR": str(root / "tmp"), "XDG_CACHE_HOME": str(root / "tmp"), "COLUMNS": "1000"}
     os.umask(0o022)
-    limit = _virtual() + MAX_MEMORY
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE, _MAX_FILE))

@@ -102,7 +102,6 @@ def test_a_model_of_the_hub_is_pointed_out(tmp_path: Path, monkeypatch: pytest.M
         assert len(list(tmp_path.iterdir())) == number + 1
 
 
-ROOT = Path(__file__).resolve().parents[3]
 # Hides ckptkit's metadata from importlib.metadata, as where nothing is installed; then runs each command.
 RUN = """
 import contextlib, importlib.metadata, io, json, sys

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import save_file
 from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
-from support.models import edit_metadata, tensors
+from support.models import edit_metadata
 from support.whole_files import write
 
 from ckptkit.app.api import convert, inspect
@@ -71,15 +71,6 @@ def test_safetensors_beside_pickles_are_used(releases: PathOf, copy_of: CopyOf, 
     convert(tmp_path / "megatron", tmp_path / "back")
     expected = {path.name for path in releases("qwen2-tied").iterdir()} | {"ckptkit.json"}
     assert {path.name for path in (tmp_path / "back").iterdir()} == expected
-
-
-def test_one_file_without_an_index(releases: PathOf, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(releases("qwen2-tied"), source, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(tensors(releases("qwen2-tied")), source / "model.safetensors", metadata={"format": "pt"})
-    convert(source, tmp_path / "megatron")
-    convert(tmp_path / "megatron", tmp_path / "back")
-    assert (tmp_path / "back/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

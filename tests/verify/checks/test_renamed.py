@@ -39,7 +39,6 @@ def saved(fresh: PathOf) -> Renamed:
 
 
 # What is put before all names, what is said of it, and words of the next move.
-# What is put before all names, what is said of it, and words of the next move.
 FURTHER = {
     "language_model.language_model.": ("an extra prefix `language_model.language_model.`", ""),
     "base_model.model.": ("an extra prefix `base_model.model.`", "merge_and_unload()"),

@@ -149,7 +149,6 @@ def test_another_program_of_verl_is_not_judged_by_the_rules_of_one(releases: Pat
         assert any(one.code == "CK746" for one in preflight(script="run.sh").findings) == judged
 
 
-PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size"
 REWARD = ["++data.default.env_name=reward_model", "++env.reward_model.resources.num_nodes=1"]
 APART = "on_policy_distillation.non_colocated_teachers"
 TEACHER = ["++on_policy_distillation.enabled=true", f"++{APART}.enabled=true"]
