@@ -182,7 +182,7 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
     if not subject.is_compressed:
         return
     others = [*subject.tree.others, *subject.tree.gates]
-    routers = frozenset(tail(name) for name in others if layer_of(name) is not None)
+    routers = frozenset(name_in_layer(name) for name in others if layer_of(name) is not None)
     for pattern in subject.ignore:
         tensors: dict[str, None] = {}
         readers = []
