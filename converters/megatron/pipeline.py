@@ -157,8 +157,8 @@ def _expand_layout(layout: Any) -> list[str]:
     elif isinstance(layout, str):
         text = layout.replace(",", "")
         for repeated in _REPEATED:
-            size = sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text))
-            if len(layout) > _MAX_TEXT or size > _MAX_LAYOUT:
+            sizes = (len(match[1]) * int(match[2]) for match in repeated.finditer(text))
+            if len(layout) > _MAX_TEXT or sum(sizes) > _MAX_LAYOUT:  # a long text is not searched
                 message = f"pipeline_model_parallel_layout {shortened(layout)} is too long"
                 raise CkptkitError(message, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
