@@ -74,7 +74,8 @@ if has transformer_engine && [ "${TE:-1}" = 1 ]; then
     job+=(--transformer-impl transformer_engine --attention-backend "${ATTENTION:-auto}")
 else
     job+=(--transformer-impl local --spec slime_job spec)
-    MODEL_ARGS=("${MODEL_ARGS[@]/--moe-permute-fusion/}"); fact "no Transformer Engine"
+    # Megatron's router in FP32 calls Transformer Engine's product.
+    eval "MODEL_ARGS=($(printf '%q ' "${MODEL_ARGS[@]}" | sed -E 's/--moe-permute-fusion|--moe-router-dtype fp32//g'))"; fact "no Transformer Engine"
 fi
 [ "$kind" = dense ] || job+=(--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 words=(); for word in "${MODEL_ARGS[@]}" "${job[@]}" "$@"; do [ -z "$word" ] || words+=("$word"); done
