@@ -141,5 +141,5 @@ def _unknown_options(answer: TrainerAnswer, job: Job) -> Iterator[Issue]:
         if word.text in answer.untaken:
             name = word.text.partition("=")[0]
             hint = f"correct it or leave it out: {job.stack.unknown}"
-            actual = f"{name} ({word.place}), which no parser of {answer.trainer} accepts"
+            actual = f"{name}, which no parser of {answer.trainer} accepts, at {word.place}"
             yield Issue(f"options that {answer.trainer} accepts", actual, hint, file=word.file, severity="warning")

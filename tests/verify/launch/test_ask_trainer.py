@@ -78,7 +78,7 @@ def test_refusal_and_untaken_word_are_named_at_their_lines(
     assert (error.severity, error.file) == ("error", str(tmp_path / "run.sh"))
     assert error.actual == f"tensor_model_parallel_size (--tensor-model-parallel-size at {tmp_path}/run.sh:4)"
     assert f"{tmp_path}/slime/utils/arguments.py:" in error.hint
-    assert (warning.severity, warning.actual.partition(" ")[0]) == ("warning", "--sglang-mem-fractoin")
+    assert (warning.severity, warning.actual.partition(",")[0]) == ("warning", "--sglang-mem-fractoin")
     assert warning.actual.endswith("run.sh:5")
     done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.sh"), *options])
     assert (done.exit_code, "tensor_model_parallel_size (" in done.output) == (1, True)

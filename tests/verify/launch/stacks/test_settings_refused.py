@@ -105,7 +105,7 @@ def test_ranks_that_cut_blocks_which_are_sent_in_fp8_are_found(
 ) -> None:
     assert STACKS[stack](releases(MIXTURE), ranks) == []
     found = [one.expected for one in STACKS[stack](releases(MIXTURE), ranks, fp8) if one.code == "CK722"]
-    assert "moe_intermediate_size whose part on each of 2 ranks divides by the FP8 block of 128" in found
+    assert any(one.startswith("moe_intermediate_size") and one.endswith("block of 128") for one in found)
 
 
 def test_sizes_that_share_the_heads_out_are_right(releases: PathOf) -> None:
