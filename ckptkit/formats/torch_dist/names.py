@@ -28,14 +28,12 @@ _MIXER_NORM = re.compile(r"(decoder\.layers\.\d+\.)(norm\.weight|mixer\.in_proj\
 _GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
 # A gated delta net stores the kinds of rows of its input projection and convolution separately.
 _DELTA_NET = re.compile(r"(.+\.self_attention\.(in_proj|conv1d)\.weight)(\.[a-z]+)?")
-_DELTA_NET_PARTS = {
-    "in_proj": (".query", ".key", ".value", ".z", ".beta", ".alpha"),
-    "conv1d": (".query", ".key", ".value"),
-}
+_DELTA_NET_ROWS = (".query", ".key", ".value", ".z", ".beta", ".alpha")
+_DELTA_NET_PARTS = {"in_proj": _DELTA_NET_ROWS, "conv1d": _DELTA_NET_ROWS[:3]}
 # So does a Mamba mixer, including the bias of its convolution.
 _MIXER = re.compile(r"(.+\.mixer\.(in_proj\.weight|conv1d\.weight|conv1d\.bias))(\.[a-zBC]+)?")
-_MIXER_CONV = (".x", ".B", ".C")
-_MIXER_PARTS = {"in_proj.weight": (".z", *_MIXER_CONV, ".dt"), "conv1d.weight": _MIXER_CONV, "conv1d.bias": _MIXER_CONV}
+_MIXER_ROWS = (".z", ".x", ".B", ".C", ".dt")
+_MIXER_PARTS = {"in_proj.weight": _MIXER_ROWS} | dict.fromkeys(("conv1d.weight", "conv1d.bias"), _MIXER_ROWS[1:4])
 
 
 def disk_key(name: str) -> tuple[str, int | None]:
@@ -61,15 +59,15 @@ def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
     if (match := _MIXER.fullmatch(key)) and not match[3]:
         heads, shared = args["mamba_num_heads"], args["mamba_num_groups"] * args["mamba_state_dim"]
         inner = heads * args["mamba_head_dim"]
-        sizes = {".z": inner, ".x": inner, ".B": shared, ".C": shared, ".dt": heads}
+        sizes = dict(zip(_MIXER_ROWS, (inner, inner, shared, shared, heads), strict=True))
         return {key + part: sizes[part] for part in _MIXER_PARTS[match[2]]}
     match = _DELTA_NET.fullmatch(key)
     if not match or match[3]:
         return {}
     keys, heads = args["linear_num_key_heads"] * args["linear_key_head_dim"], args["linear_num_value_heads"]
     values = heads * args["linear_value_head_dim"]
-    rows = {".query": keys, ".key": keys, ".value": values, ".z": values, ".beta": heads, ".alpha": heads}
-    return {key + part: rows[part] for part in _DELTA_NET_PARTS[match[2]]}
+    sizes = dict(zip(_DELTA_NET_ROWS, (keys, keys, values, values, heads, heads), strict=True))
+    return {key + part: sizes[part] for part in _DELTA_NET_PARTS[match[2]]}
 
 
 def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
