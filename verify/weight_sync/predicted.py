@@ -144,9 +144,13 @@ def routed_of(parts: Collection[Order]) -> list[Order]:
 
 def has_all_parts(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
-    experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
-    is_complete = len(parts) == len({order[0] for order in parts}) * len(places)
-    return is_complete and bool(experts) and max(experts) == len(experts) - 1
+    experts = {order[0] for order in routed_of(parts)}
+    return is_without_gap(parts) and bool(experts) and max(experts) == len(experts) - 1
+
+
+def is_without_gap(parts: Collection[Order]) -> bool:
+    """Whether all experts among these parts have the same ones."""
+    return len(parts) == len({order[0] for order in parts}) * len({order[-1] for order in parts})
 
 
 def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
@@ -231,8 +235,9 @@ class Sent:
 
     def _keep(self, part: Part, value: Tensor, checksum: str) -> None:
         parts = self._parts[part.param]
-        count = part.count or self._before.get(part.param)
-        if count is not None and len({*parts, part.order}) == count:
+        orders, count = {*parts, part.order}, part.count or self._before.get(part.param)
+        # Two updates may lack as many experts' tensors, but not the same ones.
+        if len(orders) == count and (part.count is not None or is_without_gap(orders)):
             del self._parts[part.param]
             self._held.pop(part.param, None)
             self._predict(part.param, {**parts, part.order: value}, checksum)
