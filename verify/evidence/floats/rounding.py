@@ -232,10 +232,12 @@ def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int,
     """Counts elements that are not exactly the source's, and zeros among them, and describes the first."""
     import torch
 
-    mantissa, _ = torch.frexp(scales)  # other scales than powers of two round every element
+    mantissa, _ = torch.frexp(scales)
+    if not bool((mantissa == 0.5).all()):  # other scales than powers of two round every element
+        return 0, 0, ""
     stored, expected = codes * scales, original.float()
     unequal = stored != expected
-    if not bool((mantissa == 0.5).all()) or not bool(unequal.any()):
+    if not bool(unequal.any()):
         return 0, 0, ""
     row, column = unequal.nonzero()[0].tolist()
     first = f"[{row}, {column}] was {expected[row, column]:g} and is {stored[row, column]:g}"
