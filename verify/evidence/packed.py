@@ -108,7 +108,7 @@ def _scale(checkpoint: Checkpoint, module: str) -> Scale:
 def part_shapes(
     form: Int4Format, shape: tuple[int, ...], module: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and permitted dtypes of each part of a [rows, columns] weight, as in `pack_quantized/base.py`."""
+    """Shape and permitted dtypes of each part of a weight (compressed-tensors `pack_quantized/base.py`)."""
     rows, columns = shape
     groups = form.groups(columns)
     is_transposed = form.sglang_experts and ".experts." in module
