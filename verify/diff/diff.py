@@ -118,10 +118,8 @@ def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     config = config_or_empty(checkpoint)
     fp32 = fp32_names(config if supported(config) else None)
     if names := [pair.name for pair in cast if pair.name in fp32]:
-        yield (
-            f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "
-            "`ckptkit verify --source` judges it (CK203)"
-        )
+        fault = "state that must stay float32 is narrower on one side, which changes routing"
+        yield f"{summarize(names)}: {fault}; `ckptkit verify --source` judges it (CK203)"
 
 
 def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:

@@ -14,8 +14,7 @@ from ckptkit.verify.evidence.moved import Moved
 
 SCHEMA = "ckptkit-diff/1"
 State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
-# Identifies equal content: the shape, and the digest of the bytes.
-Content = tuple[tuple[int, ...], bytes]
+Content = tuple[tuple[int, ...], bytes]  # shape and digest of the bytes, which identify equal content
 
 
 @dataclass(frozen=True, slots=True)

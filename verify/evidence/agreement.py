@@ -63,9 +63,8 @@ def agreement(
     for reader, its in by_key((one.reader, one) for one in remaining).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
-        issues.append(
-            Issue(expected, "; ".join(describe_divergences(its)), hint, file="config.json", severity=severity)
-        )
+        actual = "; ".join(describe_divergences(its))
+        issues.append(Issue(expected, actual, hint, file="config.json", severity=severity))
     missing = [one.module for one in matrices if one.tensor in unanimous and one.module not in stored]
     unwanted = [module for module in stored if f"{module}.weight" in unanimous and module not in ruled_out]
     return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)

@@ -10,8 +10,7 @@ from typing import Any
 
 from ckptkit.converters.config.values import class_of
 from ckptkit.converters.experts import fuse, is_fused
-from ckptkit.converters.foreign import refuse_declared_format as refuse_stated_format
-from ckptkit.converters.foreign import refuse_foreign
+from ckptkit.converters.foreign import refuse_declared_format, refuse_foreign
 from ckptkit.converters.planner import dims_of, rules_for_names, rules_of, tied_head
 from ckptkit.converters.registry import FAMILIES, family_of, named_family_of
 from ckptkit.converters.stored import PrefixMismatch, adapt_config, prefix_mismatch, refuse_older, remarks
@@ -114,7 +113,7 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)
-        refuse_stated_format(config, subject.path)
+        refuse_declared_format(config, subject.path)
         dims_of(config)
         if subject.is_hf:
             refuse_older(config, _names(subject), subject.path)
@@ -261,7 +260,7 @@ def refuse_stated(subject: Subject) -> None:
     """Raises UnsupportedError if ckptkit does not read such a config.json or such layer names."""
     try:
         config = subject.hf_files.config
-        refuse_stated_format(config, subject.path)
+        refuse_declared_format(config, subject.path)
         if is_of_no_family(subject):
             return
         refuse_older(config, _names(subject), subject.path)
@@ -296,8 +295,7 @@ def tied_head_of(subject: Subject) -> tuple[str, str] | None:
 
 def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
     """HF names of tensors that must stay float32, such as a router's selection bias."""
-    rules = rules_of(config) if config else ()
-    return frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
+    return frozenset(name for rule in (rules_of(config) if config else ()) for name in rule.hf if rule.mapping.fp32)
 
 
 def model_of(subject: Subject) -> str | None:

@@ -148,9 +148,8 @@ def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[
 def _same_tensor_in(name: str, other: str | None) -> int | None:
     """The layer of `other` if it is the tensor `name` of another layer, else None."""
     ours, theirs = LAYER.match(name), LAYER.match(other or "")
-    if not ours or not theirs or name[ours.end() :] != theirs.string[theirs.end() :]:
-        return None
-    return int(theirs[1])
+    is_same = ours and theirs and name[ours.end() :] == theirs.string[theirs.end() :]
+    return int(theirs[1]) if theirs and is_same else None
 
 
 def _moved_parts(origins: Mapping[str, str]) -> Iterator[Moved]:

@@ -111,14 +111,11 @@ def part_shapes(
     """Shape and permitted dtypes of each part of a weight (compressed-tensors `pack_quantized/base.py`)."""
     rows, columns = shape
     groups = form.groups(columns)
-    is_transposed = form.sglang_experts and ".experts." in module
+    zeros = (groups, form.words(rows)) if form.sglang_experts and ".experts." in module else (form.words(rows), groups)
     return {
         part_names.WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
         part_names.WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
         part_names.WEIGHT_SHAPE: ((2,), ("int64", "int32")),
-        part_names.WEIGHT_ZERO_POINT: (
-            (groups, form.words(rows)) if is_transposed else (form.words(rows), groups),
-            ("int32",),
-        ),
+        part_names.WEIGHT_ZERO_POINT: (zeros, ("int32",)),
         part_names.WEIGHT_G_IDX: ((columns,), ("int32",)),
     }

@@ -18,8 +18,7 @@ from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports import text as wording
 
 _COLOR = {"PASSED": "green", "FAILED": "red", "INCONCLUSIVE": "yellow", "error": "red", "warning": "yellow"}
-# Facts that are printed only with all details.
-_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
+_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)  # facts for all details only
 
 
 class _Output(Console):

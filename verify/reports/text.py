@@ -16,10 +16,7 @@ from ckptkit.verify.evidence.folding import by_key, layers_of
 # The common beginning of the expected and the actual value: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # not clear without the expected value
-_SUBJECTLESS = re.compile(
-    r"(?:none|nothing|neither|missing|not|it|its|they)\b"
-)  # a fault that does not name its subject
-
+_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")  # a fault without a subject
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause
 _IN_LAYERS = re.compile(r"(?P<home>(?:\w+\.)*?)(?P<mtp>mtp_)?layers\.(?P<layers>\d+|\{[\d.,]+\})\.(?P<tail>.+)")

@@ -28,13 +28,11 @@ _ANSI = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?
 _LOADED = re.compile(
     r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
 )
-
 _UPDATE = re.compile(UPDATE.name or "")
 _FRAME = re.compile(r'File "[^"]{1,400}", line \d{1,7}, in ')
 # The last line of a traceback, after prefixes of clusters and loggers.
 _ERROR = re.compile(r"(?:^|[])]:? )(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Za-z_]\w{0,60}(?:Error|Exception)(?:: |:?\s*$)")
-# The last engine in a line counts.
-_ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
+_ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")  # the last in a line counts
 _SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
 _TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
 _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]

@@ -163,8 +163,7 @@ class WeightSyncCheck:
 
     def _ask(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
         with ThreadPoolExecutor(len(self._engines)) as pool:
-            answers = list(pool.map(question, self._engines))
-        return dict(zip([one.name for one in self._engines], answers, strict=True))
+            return dict(zip([one.name for one in self._engines], pool.map(question, self._engines), strict=True))
 
     def _raise_errors(self, has_version: bool, states: Mapping[str, EngineState], verdict: SyncVerdict) -> None:
         version = verdict.result.version

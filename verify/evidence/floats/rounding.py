@@ -159,10 +159,9 @@ def _valid_weights(checkpoint: Checkpoint, form: Floats) -> tuple[dict[str, Stor
     for stored in form.weights(release.specs):
         try:
             step_of(release, stored)
+            weights[stored.name] = stored
         except CkptkitError as error:
             broken[stored.codes.name] = error.message
-        else:
-            weights[stored.name] = stored
     return weights, broken
 
 
@@ -222,10 +221,8 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
         if count := int(bad.sum()):
             wrong += count
             rows |= {begin + row for row in bad.any(dim=1).nonzero().flatten().tolist()}
-            worst = (error[bad] / allowed[bad]).nan_to_num(math.inf).max()
-            times = max(times, float(worst))
-    named = rows_named(rows) if 0 < len(rows) < len(codes) else ""
-    return FloatRounding(wrong, codes.numel(), times, named)
+            times = max(times, float((error[bad] / allowed[bad]).nan_to_num(math.inf).max()))
+    return FloatRounding(wrong, codes.numel(), times, rows_named(rows) if 0 < len(rows) < len(codes) else "")
 
 
 def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int, str]:
