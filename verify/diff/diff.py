@@ -195,8 +195,7 @@ def _match_rank(pair: Pair, match: Pair) -> tuple[bool, bool, int]:
 def moves_of(pairs: Sequence[Pair], origins: Mapping[str, str]) -> Iterator[Moved]:
     """Yields one `Moved` for each mistake behind `moved_names`, then tensors renamed in B."""
     differing = {pair.name: origins.get(pair.name) for pair in pairs if pair.state == "differing"}
-    stages = Stages.of_names([pair.name for pair in pairs])
-    for move in explain_moves(differing, stages, " in B"):
+    for move in explain_moves(differing, Stages.of_names([pair.name for pair in pairs]), " in B"):
         yield replace(move, others=[origins[name] for name in move.names])
     for names in group_pairs({name: other for name, other in origins.items() if name not in differing}):
         others = [origins[name] for name in names]

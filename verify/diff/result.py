@@ -138,9 +138,7 @@ class Diff:
 
 def badness(pair: Pair) -> tuple[float, float]:
     """Orders differing tensors: other shapes first, then by the mean difference in standard deviations of A."""
-    if pair.distance is None:
-        return math.inf, math.inf
-    return pair.distance.relative, pair.distance.largest
+    return (math.inf, math.inf) if pair.distance is None else (pair.distance.relative, pair.distance.largest)
 
 
 def _kind(pairs: Sequence[Pair]) -> Kind:

@@ -44,8 +44,7 @@ def agreement(
     # Linear layers without a tensor of that name, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})
     absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
-    named = matrices_named((f"{name}.weight" for name in absent), tree, config)
-    matrices = [*matrices_of(specs, tree, config), *named]
+    matrices = [*matrices_of(specs, tree, config), *matrices_named((f"{name}.weight" for name in absent), tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)

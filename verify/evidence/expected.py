@@ -28,6 +28,7 @@ from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
+_Shapes = dict[str, Shape | None]  # as `Expected.shapes`
 _UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))  # usual names of parts, for unsupported formats
 # Scales of keys, values and queries as compressed-tensors, llm-compressor and AutoFP8 write them.
 CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
@@ -143,7 +144,7 @@ def expected_of(subject: Subject) -> Expected | None:
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     indices = frozenset(name for rule in rules if rule.mapping.indices for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
-    shapes: dict[str, Shape | None] = dict(plain)
+    shapes: _Shapes = dict(plain)
     kinds = subject.kinds if names is subject.specs else list(group_by_pattern(names))
     if is_fused(kind[0] for kind in kinds):
         specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
@@ -211,9 +212,7 @@ def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
     return (part_names.WEIGHT_PACKED, part_names.WEIGHT_SCALE, part_names.WEIGHT_SHAPE, *zero_point, *order)
 
 
-def _packed(
-    shapes: Mapping[str, Shape | None], names: Mapping[str, Any], config: Mapping[str, Any]
-) -> dict[str, Shape | None]:
+def _packed(shapes: _Shapes, names: Mapping[str, Any], config: Mapping[str, Any]) -> _Shapes:
     """Replaces the name of every quantized weight by those of its parts."""
     floats = None
     with suppress(CkptkitError):  # an unsupported format
@@ -226,7 +225,7 @@ def _packed(
     groups: tuple[Group, ...] = ()
     with suppress(CkptkitError):  # CK302 reports them
         groups = groups_of(config)
-    result: dict[str, Shape | None] = {}
+    result: _Shapes = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
@@ -240,9 +239,7 @@ def _packed(
     return result
 
 
-def _float_parts(
-    name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]
-) -> dict[str, Shape | None] | None:
+def _float_parts(name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]) -> _Shapes | None:
     """The stored parts of a weight in floats, or None without any. CK303 reports missing and misshapen parts."""
     for layout in floats.layouts:
         codes = name + layout.codes

@@ -13,7 +13,7 @@ from ckptkit.quant.formats.groups import Group
 from ckptkit.quant.formats.scheme import EXPERTS_ZERO_POINTS
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.both_sides import threads
-from ckptkit.verify.evidence.expected import weights_in, weights_of
+from ckptkit.verify.evidence.expected import Shape, weights_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Scale:
     zero: int
     negative: int
     median: float | None  # of the sizes of finite values other than zero
-    shape: tuple[int, ...] | None  # by its weight_shape
+    shape: Shape | None  # by its weight_shape
     nbytes: int  # read
 
 
@@ -105,9 +105,7 @@ def _scale(checkpoint: Checkpoint, module: str) -> Scale:
     return Scale(module, scale.numel(), wrong, zero, negative, median, shape, nbytes)
 
 
-def part_shapes(
-    form: Int4Format, shape: tuple[int, ...], module: str
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def part_shapes(form: Int4Format, shape: Shape, module: str) -> dict[str, tuple[Shape, tuple[str, ...]]]:
     """Shape and permitted dtypes of each part of a weight (compressed-tensors `pack_quantized/base.py`)."""
     rows, columns = shape
     groups = form.groups(columns)

@@ -7,18 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from ckptkit.verify.triage.symptom import (
-    LEADS,
-    NEAR,
-    PHASES,
-    START,
-    TABLE,
-    UPDATE,
-    JobPhase,
-    Served,
-    Symptom,
-    metric_symptoms,
-)
+from ckptkit.verify.triage.symptom import NEAR, PHASES, START, TABLE, UPDATE, JobPhase, Served, Symptom, metric_symptoms
 
 _PIECE = 1 << 16  # bytes of a long line that are searched at once
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
@@ -39,10 +28,11 @@ _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles
 _NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
 _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
 _FRAMES = [frame for phase in PHASES for frame in phase.frames]
+_METRICS = ("step ", "rollout ", "step:", "grad norm:", "loss:")  # one of these is in a line with metrics
 _ERRORS = ("Error", "Exception", "Traceback (")
 _MORE = (*_FRAMES, *_ERRORS, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
 # Most lines have none of these and are searched once.
-_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MORE}))))
+_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *_METRICS, *_MORE}))))
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,9 @@ def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
         held = {param for rank in ranks if rank.url == url for param in rank.checksums}
         unused = (parts.values() for param, parts in sent.sources.items() if param not in held)
         absent |= {name for name, _ in chain.from_iterable(unused)} - held
-    # Scales are part of the checksum of their weight.
-    scales = tuple(f".weight_{scale}" for scale in _SCALES)
-    return {
-        name for name in absent if not name.endswith(scales) and not (fused and predicted.SHARED_EXPERT.fullmatch(name))
-    }
+    scales = tuple(f".weight_{scale}" for scale in _SCALES)  # part of the checksum of their weight
+    is_shared = predicted.SHARED_EXPERT.fullmatch
+    return {name for name in absent if not name.endswith(scales) and not (fused and is_shared(name))}
 
 
 def _compare_engines(sent: Sent, ranks: Sequence[_Rank], reported: Collection[str]) -> Iterator[str]:

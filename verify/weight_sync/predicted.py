@@ -16,7 +16,6 @@ from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
 
 Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
-
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
@@ -122,8 +121,8 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
             elif ".qkv_proj." in param:
                 found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                both = product(paddings, casts)
-                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in both]
+                ways = product(paddings, casts)
+                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in ways]
 
     def divides(cut: ParamCut) -> bool:
         sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())

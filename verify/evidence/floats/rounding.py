@@ -229,8 +229,7 @@ def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int,
     """Counts elements that are not exactly the source's, and zeros among them, and describes the first."""
     import torch
 
-    mantissa, _ = torch.frexp(scales)
-    if not bool((mantissa == 0.5).all()):  # other scales than powers of two round every element
+    if not bool((torch.frexp(scales)[0] == 0.5).all()):  # other scales than powers of two round every element
         return 0, 0, ""
     stored, expected = codes * scales, original.float()
     unequal = stored != expected

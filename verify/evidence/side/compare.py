@@ -61,8 +61,7 @@ def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Compares chat templates of any file by name and by the conversations that they render with transformers."""
-    names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
-    for name in names:
+    for name in dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places):
         places = (reversed(side.template_places) for side in (here, there))
         mine, its = ({text: file for file, other, text in some if other == name} for some in places)
         what = f"chat template {name!r}"

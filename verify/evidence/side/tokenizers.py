@@ -13,8 +13,7 @@ from ckptkit.verify.evidence.side_files import TOKENIZER, TOKENIZER_CONFIG, Side
 
 SPECIAL = ("eos", "bos", "pad", "unk")
 _ANOTHER = "another model's tokenizer: "
-# Keys that do not affect ids and texts, or that are compared separately.
-_UNREAD = frozenset(
+_UNREAD = frozenset(  # keys that do not affect ids and texts, or that are compared separately
     {"chat_template", "auto_map", "processor_class", "transformers_version", "name_or_path", "_commit_hash"}
     | {"backend", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side"}
     | {"tokenizer_file", "special_tokens_map_file", "model_input_names", "use_default_system_prompt"}
