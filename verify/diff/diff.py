@@ -118,10 +118,8 @@ def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     config = config_or_empty(checkpoint)
     fp32 = fp32_names(config if supported(config) else None)
     if names := [pair.name for pair in cast if pair.name in fp32]:
-        yield (
-            f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "
-            "`ckptkit verify --source` judges it (CK203)"
-        )
+        fault = "state that must stay float32 is narrower on one side, which changes routing"
+        yield f"{summarize(names)}: {fault}; `ckptkit verify --source` judges it (CK203)"
 
 
 def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
@@ -197,8 +195,7 @@ def _match_rank(pair: Pair, match: Pair) -> tuple[bool, bool, int]:
 def moves_of(pairs: Sequence[Pair], origins: Mapping[str, str]) -> Iterator[Moved]:
     """Yields one `Moved` for each mistake behind `moved_names`, then tensors renamed in B."""
     differing = {pair.name: origins.get(pair.name) for pair in pairs if pair.state == "differing"}
-    stages = Stages.of_names([pair.name for pair in pairs])
-    for move in explain_moves(differing, stages, " in B"):
+    for move in explain_moves(differing, Stages.of_names([pair.name for pair in pairs]), " in B"):
         yield replace(move, others=[origins[name] for name in move.names])
     for names in group_pairs({name: other for name, other in origins.items() if name not in differing}):
         others = [origins[name] for name in names]

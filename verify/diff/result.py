@@ -14,8 +14,7 @@ from ckptkit.verify.evidence.moved import Moved
 
 SCHEMA = "ckptkit-diff/1"
 State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
-# Identifies equal content: the shape, and the digest of the bytes.
-Content = tuple[tuple[int, ...], bytes]
+Content = tuple[tuple[int, ...], bytes]  # shape and digest of the bytes, which identify equal content
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +138,7 @@ class Diff:
 
 def badness(pair: Pair) -> tuple[float, float]:
     """Orders differing tensors: other shapes first, then by the mean difference in standard deviations of A."""
-    if pair.distance is None:
-        return math.inf, math.inf
-    return pair.distance.relative, pair.distance.largest
+    return (math.inf, math.inf) if pair.distance is None else (pair.distance.relative, pair.distance.largest)
 
 
 def _kind(pairs: Sequence[Pair]) -> Kind:

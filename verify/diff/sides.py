@@ -42,10 +42,7 @@ class Sides:
 
 
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
-    """Opens and dequantizes both checkpoints. `hf`: the config of a Megatron checkpoint without one.
-
-    Raises CkptkitError if one cannot be opened, and if HF and Megatron have no common names.
-    """
+    """Opens and dequantizes both checkpoints; `hf` is the config of a Megatron one without. Raises CkptkitError."""
     places = locate(a), locate(b)
     if places[0].is_hf and places[1].is_hf:
         refuse_hf(hf, a)
@@ -118,9 +115,8 @@ def compare_files(
         code = [one for one in code_differences(sides[1], sides[0], "in A") if not one.words.startswith("missing")]
         lines += [f"{one.file} differs in B: {one.words}" for one in code]
         for one in side_differences(sides[0], sides[1], "in B"):
-            if one.file.endswith(".py") and any(other.file == one.file for other in code):
-                continue
-            lines.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
+            if not one.file.endswith(".py") or all(other.file != one.file for other in code):
+                lines.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
     except CannotCheck as reason:
         notes.append(f"not compared: {reason}")
     return lines, notes
@@ -128,15 +124,12 @@ def compare_files(
 
 def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Differing settings, and a note on those that one side lacks and that have no known default."""
-    if supported(a) and supported(b):
-        if is_another_model(a, b):
-            return [f"config.json differs: {describe_model(a)} and {describe_model(b)}"], []
-        differences = list(config_differences(a, b, Tally()))
-    else:
-        differences = list(plain_differences(a, b, Tally()))
-    by_severity = by_key((one.severity, one) for one in differences)
+    is_supported = supported(a) and supported(b)
+    if is_supported and is_another_model(a, b):
+        return [f"config.json differs: {describe_model(a)} and {describe_model(b)}"], []
+    differences = (config_differences if is_supported else plain_differences)(a, b, Tally())
     lines = {}
-    for severity, ones in by_severity.items():
+    for severity, ones in by_key((one.severity, one) for one in differences).items():
         more = f" and {len(ones) - _LISTED} more" if ones[_LISTED:] else ""
         listed = (f"{one.name} {_shown(one.here)} and {_shown(one.there)}" for one in ones[:_LISTED])
         lines[severity] = f"config.json differs: {', '.join(listed)}{more}"

@@ -64,9 +64,8 @@ def verdict(found: Diff) -> str:
     wrong = ["moved", "differing", "only_a", "only_b", *(["cast"] if found.exact else [])]
     listed = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
     names = ", ".join(dict.fromkeys(line.split(" ", 1)[0] for line in found.files))
-    tensors = (
-        f"{listed}, of {total} tensors" if listed else f"{total} tensors are {'unread' if found.unread else 'equal'}"
-    )
+    same = "unread" if found.unread else "equal"
+    tensors = f"{listed}, of {total} tensors" if listed else f"{total} tensors are {same}"
     return f"DIFFERENT  {tensors}{'; ' if names else ''}{names}"
 
 

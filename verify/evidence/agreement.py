@@ -44,8 +44,7 @@ def agreement(
     # Linear layers without a tensor of that name, such as fused experts; a tied head is not stored.
     linears = sorted(tree.linears - {tree.head})
     absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
-    named = matrices_named((f"{name}.weight" for name in absent), tree, config)
-    matrices = [*matrices_of(specs, tree, config), *named]
+    matrices = [*matrices_of(specs, tree, config), *matrices_named((f"{name}.weight" for name in absent), tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
@@ -63,9 +62,8 @@ def agreement(
     for reader, its in by_key((one.reader, one) for one in remaining).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
-        issues.append(
-            Issue(expected, "; ".join(describe_divergences(its)), hint, file="config.json", severity=severity)
-        )
+        actual = "; ".join(describe_divergences(its))
+        issues.append(Issue(expected, actual, hint, file="config.json", severity=severity))
     missing = [one.module for one in matrices if one.tensor in unanimous and one.module not in stored]
     unwanted = [module for module in stored if f"{module}.weight" in unanimous and module not in ruled_out]
     return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)

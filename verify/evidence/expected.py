@@ -10,8 +10,7 @@ from typing import Any
 
 from ckptkit.converters.config.values import class_of
 from ckptkit.converters.experts import fuse, is_fused
-from ckptkit.converters.foreign import refuse_declared_format as refuse_stated_format
-from ckptkit.converters.foreign import refuse_foreign
+from ckptkit.converters.foreign import refuse_declared_format, refuse_foreign
 from ckptkit.converters.planner import dims_of, rules_for_names, rules_of, tied_head
 from ckptkit.converters.registry import FAMILIES, family_of, named_family_of
 from ckptkit.converters.stored import PrefixMismatch, adapt_config, prefix_mismatch, refuse_older, remarks
@@ -29,6 +28,7 @@ from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
+_Shapes = dict[str, Shape | None]  # as `Expected.shapes`
 _UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))  # usual names of parts, for unsupported formats
 # Scales of keys, values and queries as compressed-tensors, llm-compressor and AutoFP8 write them.
 CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
@@ -114,7 +114,7 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)
-        refuse_stated_format(config, subject.path)
+        refuse_declared_format(config, subject.path)
         dims_of(config)
         if subject.is_hf:
             refuse_older(config, _names(subject), subject.path)
@@ -144,7 +144,7 @@ def expected_of(subject: Subject) -> Expected | None:
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     indices = frozenset(name for rule in rules if rule.mapping.indices for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
-    shapes: dict[str, Shape | None] = dict(plain)
+    shapes: _Shapes = dict(plain)
     kinds = subject.kinds if names is subject.specs else list(group_by_pattern(names))
     if is_fused(kind[0] for kind in kinds):
         specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
@@ -212,9 +212,7 @@ def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
     return (part_names.WEIGHT_PACKED, part_names.WEIGHT_SCALE, part_names.WEIGHT_SHAPE, *zero_point, *order)
 
 
-def _packed(
-    shapes: Mapping[str, Shape | None], names: Mapping[str, Any], config: Mapping[str, Any]
-) -> dict[str, Shape | None]:
+def _packed(shapes: _Shapes, names: Mapping[str, Any], config: Mapping[str, Any]) -> _Shapes:
     """Replaces the name of every quantized weight by those of its parts."""
     floats = None
     with suppress(CkptkitError):  # an unsupported format
@@ -227,7 +225,7 @@ def _packed(
     groups: tuple[Group, ...] = ()
     with suppress(CkptkitError):  # CK302 reports them
         groups = groups_of(config)
-    result: dict[str, Shape | None] = {}
+    result: _Shapes = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
@@ -241,9 +239,7 @@ def _packed(
     return result
 
 
-def _float_parts(
-    name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]
-) -> dict[str, Shape | None] | None:
+def _float_parts(name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]) -> _Shapes | None:
     """The stored parts of a weight in floats, or None without any. CK303 reports missing and misshapen parts."""
     for layout in floats.layouts:
         codes = name + layout.codes
@@ -261,7 +257,7 @@ def refuse_stated(subject: Subject) -> None:
     """Raises UnsupportedError if ckptkit does not read such a config.json or such layer names."""
     try:
         config = subject.hf_files.config
-        refuse_stated_format(config, subject.path)
+        refuse_declared_format(config, subject.path)
         if is_of_no_family(subject):
             return
         refuse_older(config, _names(subject), subject.path)
@@ -296,8 +292,7 @@ def tied_head_of(subject: Subject) -> tuple[str, str] | None:
 
 def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
     """HF names of tensors that must stay float32, such as a router's selection bias."""
-    rules = rules_of(config) if config else ()
-    return frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
+    return frozenset(name for rule in (rules_of(config) if config else ()) for name in rule.hf if rule.mapping.fp32)
 
 
 def model_of(subject: Subject) -> str | None:

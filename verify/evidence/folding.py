@@ -12,7 +12,7 @@ from ckptkit.core.specs import ranges
 K = TypeVar("K")
 V = TypeVar("V")
 LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)*layers\.(\d+)\.")
-# Multi-token prediction layers with numbers of their own: Megatron and Qwen, MiMo, DeepSeek-V4.
+# Multi-token prediction layers with separate numbers: Megatron and Qwen, MiMo, DeepSeek-V4.
 MTP_LAYER = re.compile(r"(?:mtp\.layers|model\.mtp_layers|mtp)\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d+)\.")  # of a routed expert, in HF and in Megatron
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

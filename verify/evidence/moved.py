@@ -148,9 +148,7 @@ def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[
 def _same_tensor_in(name: str, other: str | None) -> int | None:
     """The layer of `other` if it is the tensor `name` of another layer, else None."""
     ours, theirs = LAYER.match(name), LAYER.match(other or "")
-    if not ours or not theirs or name[ours.end() :] != theirs.string[theirs.end() :]:
-        return None
-    return int(theirs[1])
+    return int(theirs[1]) if ours and theirs and name[ours.end() :] == theirs.string[theirs.end() :] else None
 
 
 def _moved_parts(origins: Mapping[str, str]) -> Iterator[Moved]:
@@ -181,7 +179,7 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
     if set(mapping) == set(mapping.values()):
         more = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
         start = f"{names[0]} holds the values of {mapping[names[0]]}"
-        return f"{prefix}{_listed(names)} stand in another order: {start}, {more}"
+        return f"{prefix}{_listed(names)} are in another order: {start}, {more}"
     if len(names) == 1:
         singular = f"{kind[:-1]} " if kind else ""
         return f"{singular}{names[0]} holds the values of {singular}{mapping[names[0]]}"

@@ -13,7 +13,7 @@ from ckptkit.quant.formats.groups import Group
 from ckptkit.quant.formats.scheme import EXPERTS_ZERO_POINTS
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.both_sides import threads
-from ckptkit.verify.evidence.expected import weights_in, weights_of
+from ckptkit.verify.evidence.expected import Shape, weights_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Scale:
     zero: int
     negative: int
     median: float | None  # of the sizes of finite values other than zero
-    shape: tuple[int, ...] | None  # by its weight_shape
+    shape: Shape | None  # by its weight_shape
     nbytes: int  # read
 
 
@@ -105,20 +105,15 @@ def _scale(checkpoint: Checkpoint, module: str) -> Scale:
     return Scale(module, scale.numel(), wrong, zero, negative, median, shape, nbytes)
 
 
-def part_shapes(
-    form: Int4Format, shape: tuple[int, ...], module: str
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and permitted dtypes of each part of a [rows, columns] weight, as in `pack_quantized/base.py`."""
+def part_shapes(form: Int4Format, shape: Shape, module: str) -> dict[str, tuple[Shape, tuple[str, ...]]]:
+    """Shape and permitted dtypes of each part of a weight (compressed-tensors `pack_quantized/base.py`)."""
     rows, columns = shape
     groups = form.groups(columns)
-    is_transposed = form.sglang_experts and ".experts." in module
+    zeros = (groups, form.words(rows)) if form.sglang_experts and ".experts." in module else (form.words(rows), groups)
     return {
         part_names.WEIGHT_PACKED: ((rows, form.words(columns)), ("int32",)),
         part_names.WEIGHT_SCALE: ((rows, groups), ("bfloat16", "float16", "float32")),
         part_names.WEIGHT_SHAPE: ((2,), ("int64", "int32")),
-        part_names.WEIGHT_ZERO_POINT: (
-            (groups, form.words(rows)) if is_transposed else (form.words(rows), groups),
-            ("int32",),
-        ),
+        part_names.WEIGHT_ZERO_POINT: (zeros, ("int32",)),
         part_names.WEIGHT_G_IDX: ((columns,), ("int32",)),
     }

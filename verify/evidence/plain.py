@@ -51,8 +51,7 @@ def release_of(source: TorchDistCheckpoint | LegacyCheckpoint, root: Path) -> Co
     """Names in the release of a Megatron checkpoint, by `reference_of` or the manifest in `root`; may be empty."""
     if (reference := reference_of(source)) is not None:
         return reference.specs
-    layout = stored_layout(root / MANIFEST) or {}
-    return {name for names in layout.values() for name in names}
+    return {name for names in (stored_layout(root / MANIFEST) or {}).values() for name in names}
 
 
 def as_release(

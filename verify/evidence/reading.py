@@ -157,8 +157,7 @@ class _Hashed(HfCheckpoint):
 
 def alternating(homes: Sequence[object], width: int) -> list[int]:
     """Orders the indices of `homes` so that `width` homes alternate, each from its first index to its last."""
-    # A file is hashed from its beginning to its end, by one thread at a time.
-    queues: dict[object, deque[int]] = {}
+    queues: dict[object, deque[int]] = {}  # one thread at a time hashes a file, from its beginning to its end
     for number, home in enumerate(homes):
         queues.setdefault(home, deque()).append(number)
     waiting, order = list(queues.values()), []

@@ -18,8 +18,7 @@ from ckptkit.storage.read import FileExtent, read_into
 from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
 
 MAX_TENSORS = 64
-# At the start, in the middle and at the end of a tensor: 12 MiB for both sides.
-STRETCHES, STRETCH_BYTES = 3, 32 << 10
+STRETCHES, STRETCH_BYTES = 3, 32 << 10  # at the start, in the middle and at the end: 12 MiB for both sides
 _MAX_OUTSIDE = 8  # tensors outside the layers: a vision tower has hundreds
 _MAX_PER_PATTERN = 4096  # candidates of one pattern, which may be experts
 # Training does not move a matrix below this cosine. Fewer elements may have it by chance.

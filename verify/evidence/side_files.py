@@ -122,8 +122,7 @@ class SideFiles:
     @property
     def has_vocabulary(self) -> bool:
         """Whether there is a file with token ids."""
-        files = (TOKENIZER, VOCABULARY, _TIKTOKEN)
-        return any(lexists(self.root / file) for file in files) or bool(self.vocabularies)
+        return any(lexists(self.root / file) for file in (TOKENIZER, VOCABULARY, _TIKTOKEN)) or bool(self.vocabularies)
 
     @cached_property
     def vocabularies(self) -> Mapping[str, Mapping[str, int]]:

@@ -13,8 +13,7 @@ from ckptkit.storage.write import write_atomically
 from ckptkit.verify.core.report import Report
 
 __all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
-# The first bytes of a report in each format; `page.html` has them in a <meta>.
-_BEGINNINGS = {
+_BEGINNINGS = {  # the first bytes of a report in each format; `page.html` has them in a <meta>
     ".json": re.compile(rb'\{\s*"schema":\s*"ckptkit-report/'),
     ".md": re.compile(rb"# ckptkit: (PASSED|FAILED|INCONCLUSIVE)\b"),
     ".xml": re.compile(rb'<\?xml [^>]*>\s*<testsuites>\s*<testsuite name="ckptkit" '),

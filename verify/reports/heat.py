@@ -27,9 +27,7 @@ _CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_atte
 _EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d{1,5})\.")
 _EXTRA_STATE = "._extra_state"  # Megatron's objects without weights
 _LINKS = 10  # findings of a cell
-
 OUTSIDE = "outside layers"
-
 CellKey = tuple[str, str]  # layer and kind
 Heat = dict[str, dict[str, dict[str, Any]]]
 
@@ -138,11 +136,8 @@ def _kind(tail: str) -> str:
 
 def expand_numbers(text: str) -> list[int]:
     """The numbers of `{0..3,7}`, or of a bare `5`."""
-    numbers: list[int] = []
-    for part in text.strip("{}").split(","):
-        first, _, last = part.partition("..")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
+    parts = (part.partition("..") for part in text.strip("{}").split(","))
+    return [number for first, _, last in parts for number in range(int(first), int(last or first) + 1)]
 
 
 def _order(layer: str) -> tuple[int, int]:

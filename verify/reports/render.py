@@ -18,8 +18,7 @@ from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports import text as wording
 
 _COLOR = {"PASSED": "green", "FAILED": "red", "INCONCLUSIVE": "yellow", "error": "red", "warning": "yellow"}
-# Facts that are printed only with all details.
-_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
+_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)  # facts for all details only
 
 
 class _Output(Console):
@@ -51,8 +50,7 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
     where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
     reasons = wording.other_reasons(report)
     sections: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
-    facts = report.facts.items()
-    sections |= {name: lines for name, lines in facts if lines and (every or name not in _BACKGROUND)}
+    sections |= {name: lines for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND)}
     verdict, closing = (printable(report.verdict), where), _closing(report, every)
     text = TextReport(entries, verdict, sections, closing, "--all shows them", wording.headline(report))
     return lay_out(text, width, every)

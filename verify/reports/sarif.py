@@ -12,9 +12,7 @@ from ckptkit.verify.core.check import all_checks
 from ckptkit.verify.core.report import Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-
-# The root of the repository for GitHub and other hosts.
-_ROOT = "%SRCROOT%"
+_ROOT = "%SRCROOT%"  # the root of the repository for GitHub and other hosts
 
 
 def sarif(report: Report) -> str:

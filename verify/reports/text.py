@@ -16,10 +16,7 @@ from ckptkit.verify.evidence.folding import by_key, layers_of
 # The common beginning of the expected and the actual value: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # not clear without the expected value
-_SUBJECTLESS = re.compile(
-    r"(?:none|nothing|neither|missing|not|it|its|they)\b"
-)  # a fault that does not name its subject
-
+_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")  # a fault without a subject
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause
 _IN_LAYERS = re.compile(r"(?P<home>(?:\w+\.)*?)(?P<mtp>mtp_)?layers\.(?P<layers>\d+|\{[\d.,]+\})\.(?P<tail>.+)")
@@ -120,8 +117,7 @@ def headline(report: Report) -> str:
         return "A check failed."
     if report.status == "inconclusive":
         reason, codes = split_reason(report.reasons[0])
-        if len(report.reasons) > 1:
-            more = _more(len(report.reasons) - 1, "reason")
+        if more := _more(len(report.reasons) - 1, "reason"):
             return _sentence(f"Not everything was checked: {_shortened(reason)}{more}")
         return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
@@ -147,10 +143,8 @@ def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
     first = findings[0]
     wrong, where = _fault(first, checkpoint), _subject(findings, checkpoint)
     if not where and _SUBJECTLESS.match(wrong):
-        if first.file is None:
-            where, wrong = first.expected, first.actual
-        else:
-            where = Path(first.file).absolute().name
+        where = first.expected if first.file is None else Path(first.file).absolute().name
+        wrong = first.actual if first.file is None else wrong
     return _shortened(wrong if not where or where in wrong else f"{where}: {wrong}")
 
 
@@ -181,9 +175,7 @@ def _subject(findings: Sequence[Finding], checkpoint: str) -> str:
     if len(findings) > 1:
         count = f"{sum(one.count for one in findings)} tensors"
         return f"{count} of {where}" if where else count
-    if "layer" in first.actual or "tensors" in first.actual:
-        return ""
-    return where or f"{first.count} tensors"
+    return "" if "layer" in first.actual or "tensors" in first.actual else where or f"{first.count} tensors"
 
 
 def is_about_checkpoint(finding: Finding, checkpoint: str) -> bool:

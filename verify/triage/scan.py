@@ -7,18 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from ckptkit.verify.triage.symptom import (
-    LEADS,
-    NEAR,
-    PHASES,
-    START,
-    TABLE,
-    UPDATE,
-    JobPhase,
-    Served,
-    Symptom,
-    metric_symptoms,
-)
+from ckptkit.verify.triage.symptom import NEAR, PHASES, START, TABLE, UPDATE, JobPhase, Served, Symptom, metric_symptoms
 
 _PIECE = 1 << 16  # bytes of a long line that are searched at once
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
@@ -28,23 +17,22 @@ _ANSI = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?
 _LOADED = re.compile(
     r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
 )
-
 _UPDATE = re.compile(UPDATE.name or "")
 _FRAME = re.compile(r'File "[^"]{1,400}", line \d{1,7}, in ')
 # The last line of a traceback, after prefixes of clusters and loggers.
 _ERROR = re.compile(r"(?:^|[])]:? )(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Za-z_]\w{0,60}(?:Error|Exception)(?:: |:?\s*$)")
-# The last engine in a line counts.
-_ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
+_ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")  # the last in a line counts
 _SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
 _TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
 _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]
 _NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
 _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
 _FRAMES = [frame for phase in PHASES for frame in phase.frames]
+_METRICS = ("step ", "rollout ", "step:", "grad norm:", "loss:")  # one of these is in a line with metrics
 _ERRORS = ("Error", "Exception", "Traceback (")
 _MORE = (*_FRAMES, *_ERRORS, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
 # Most lines have none of these and are searched once.
-_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MORE}))))
+_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *_METRICS, *_MORE}))))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,6 @@ class Served:
 
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print at the same time
-
 _CONTENT: dict[str, Any] = tomllib.loads(files("ckptkit.verify.triage").joinpath("symptoms.toml").read_text())
 
 
@@ -116,13 +115,9 @@ _NUMBER = r"-?(?:\d{1,20}(?:\.\d{0,25})?(?:[eE][-+]?\d{1,4})?|nan|inf)"
 # A number at the end of a piece may continue in the next one.
 _METRIC = re.compile(rf"(?<![\w/])([A-Za-z][\w/]{{0,80}})'?: ?(?:np\.float\d\d\()?({_NUMBER})(?=[,}})\s])")
 _MEGATRON = re.compile(r"\b(grad norm|loss): {1,20}(nan|inf|-inf)\b", re.IGNORECASE)
-
-LEADS = ("step ", "rollout ", "step:", "grad norm:", "loss:")  # one of these is in a line with metrics
-
 _JITTER = 1e-4  # KL divergence of different kernels
 _ROUTED = 5e-3  # difference of mean log-probabilities that the trainers' own tests permit with replayed routing
 _GAP = 0.1  # mean |log-probability| between trainer and engine; correct runs stay below 0.04
-
 _TRAINED = ("grad_norm", "loss", "pg_loss", "ppo_kl", "kl_loss", "log_probs", "ref_log_probs")
 _BY_KEY = {symptom.key: symptom for symptom in TABLE}
 

@@ -130,7 +130,7 @@ def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
     text = TextReport(
         [_entry(sign) for sign in (*found.causes, *found.effects)],
         ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}"),
-        {"what was loaded, as the logs say": [str(place) for place in found.loaded]} if found.loaded else {},
+        {"loaded, according to the logs": [str(place) for place in found.loaded]} if found.loaded else {},
         [] if found.found else [nothing],
     )
     yield from plain(lay_out(text, width or columns(), every=True))
@@ -142,5 +142,4 @@ def _entry(sign: SymptomMatch) -> Entry:
     fields = [("line", str(place)) for place in sign.places]
     fields += [("", f"and {rest} more line{'s' * (rest > 1)}")] if rest else []
     fields += [("meaning", symptom.meaning), ("next", f"{symptom.command}{codes}")]
-    severity = "effect" if symptom.effect else "cause"
-    return Entry(symptom.key, severity, "", symptom.title, fields, "", symptom.title)
+    return Entry(symptom.key, "effect" if symptom.effect else "cause", "", symptom.title, fields, "", symptom.title)

@@ -153,7 +153,7 @@ class WeightSyncCheck:
         sizes = {setup.sizes[0] for setup in self._setups.values()}
         digests = {setup.digest for setup in self._setups.values()}
         if len(digests) > 1:
-            message = "some of these engines answer /weight_checker (vLLM 0.32), some only by a worker extension"
+            message = "some engines answer /weight_checker (vLLM 0.32 and later), and others by a worker extension"
             raise CkptkitError(message, "their checksums differ: have one check for each kind")
         counts = {param: len(sources) for param, sources in self._history.sources.items()}
         return Sent(digests.pop() or self._digest, sizes, self._history.cuts_of(self._setups), counts, self._room)
@@ -163,8 +163,7 @@ class WeightSyncCheck:
 
     def _ask(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
         with ThreadPoolExecutor(len(self._engines)) as pool:
-            answers = list(pool.map(question, self._engines))
-        return dict(zip([one.name for one in self._engines], answers, strict=True))
+            return dict(zip([one.name for one in self._engines], pool.map(question, self._engines), strict=True))
 
     def _raise_errors(self, has_version: bool, states: Mapping[str, EngineState], verdict: SyncVerdict) -> None:
         version = verdict.result.version

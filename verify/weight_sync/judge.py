@@ -9,17 +9,9 @@ from itertools import chain
 
 from ckptkit.core.specs import summarize
 from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.weight_sync import predicted
 from ckptkit.verify.weight_sync.engines import EngineState, Seat, Setup, rank_label
-from ckptkit.verify.weight_sync.predicted import (
-    SHARED,
-    SHARED_EXPERT,
-    UNUSED,
-    Order,
-    ParamCut,
-    Sent,
-    canonical,
-    missing_parts,
-)
+from ckptkit.verify.weight_sync.predicted import Order, ParamCut, Sent
 
 Layout = tuple[tuple[str, str], ...]
 Checksums = Mapping[str, str]
@@ -96,7 +88,7 @@ class _Rank:
 
 def _ranks(states: Mapping[str, EngineState], setups: Mapping[str, Setup]) -> list[_Rank]:
     return [
-        _Rank(url, seat, setups[url], {canonical(name): checksum for name, checksum in checksums.items()})
+        _Rank(url, seat, setups[url], {predicted.canonical(name): checksum for name, checksum in checksums.items()})
         for url, state in states.items()
         for seat, checksums in state.ranks.items()
     ]
@@ -121,7 +113,7 @@ def judge(
     for rank in ranks:
         params = list(_params(sent.sources, rank.checksums))
         for param in rank.checksums.keys() - params if is_complete else ():
-            if param.endswith(f".{UNUSED}"):
+            if param.endswith(f".{predicted.UNUSED}"):
                 continue
             not_sent.add(param)
             # An output layer without a sent tensor is tied to the embeddings.
@@ -132,7 +124,7 @@ def judge(
         for param in params:
             if is_equal.get((rank, param)):
                 continue
-            if is_complete and (lost_parts := missing_parts(param, sent.sources.get(param, {}))):
+            if is_complete and (lost_parts := predicted.missing_parts(param, sent.sources.get(param, {}))):
                 wrong[rank.label, f"{', '.join(lost_parts)} of it was not sent"].append(param)
                 continue
             if (rank, param) in is_equal and rank.key(sent, param) in cuts:
@@ -193,8 +185,8 @@ def _expected(sent: Sent, param: str, rank: _Rank) -> dict[ParamCut, str]:
     if rank.setup.dequantizes and any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
         return {}  # the checksum is that of dequantized weights
     if param in sent.sources:
-        predicted = sent.predicted.get(param, {})
-        return {cut: checksum for (cut, at), checksum in predicted.items() if cut.at(rank.seat[0]) == at}
+        items = sent.predicted.get(param, {}).items()
+        return {cut: checksum for (cut, at), checksum in items if cut.at(rank.seat[0]) == at}
     return {ParamCut(): sent.checksums[param]}
 
 
@@ -239,12 +231,12 @@ class _Record:
         """Names and checksums of the tensors and scales of a parameter, without a shared expert."""
         keys = (param, *(f"{param}_{scale}" for scale in _SCALES))
         items = chain.from_iterable(self.sources.get(key, {}).items() for key in keys)
-        parts = dict(pair for order, pair in items if order[0] != SHARED)
+        parts = dict(pair for order, pair in items if order[0] != predicted.SHARED)
         return parts or {key: self.own[key] for key in keys if key in self.own}
 
     def shared(self, param: str) -> list[tuple[str, str]]:
         """Names and checksums of a shared expert that may be in a parameter."""
-        return sorted(pair for order, pair in self.sources.get(param, {}).items() if order[0] == SHARED)
+        return sorted(pair for order, pair in self.sources.get(param, {}).items() if order[0] == predicted.SHARED)
 
 
 def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
@@ -254,9 +246,9 @@ def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
         held = {param for rank in ranks if rank.url == url for param in rank.checksums}
         unused = (parts.values() for param, parts in sent.sources.items() if param not in held)
         absent |= {name for name, _ in chain.from_iterable(unused)} - held
-    # Scales are part of the checksum of their weight.
-    scales = tuple(f".weight_{scale}" for scale in _SCALES)
-    return {name for name in absent if not name.endswith(scales) and not (fused and SHARED_EXPERT.fullmatch(name))}
+    scales = tuple(f".weight_{scale}" for scale in _SCALES)  # part of the checksum of their weight
+    is_shared = predicted.SHARED_EXPERT.fullmatch
+    return {name for name in absent if not name.endswith(scales) and not (fused and is_shared(name))}
 
 
 def _compare_engines(sent: Sent, ranks: Sequence[_Rank], reported: Collection[str]) -> Iterator[str]:

@@ -93,10 +93,7 @@ def parameters_asked_for() -> int | None:
 def compare_loaded(
     location: Location, hf: str | None, model: Sequence[torch.nn.Module], parameters: int | None
 ) -> LoadedComparison:
-    """Compares the chunks of this rank with a checkpoint, but at most `parameters` cut ones; `hf` is its config.
-
-    Raises DiffersError naming every parameter that differs, and CkptkitError if they cannot be compared.
-    """
+    """Compares a rank with a checkpoint (config in `hf`), at most `parameters` cut ones. Raises DiffersError."""
     from ckptkit.verify.witnesses.megatron.slices import Position, compare_all
 
     path = location.path
@@ -126,8 +123,7 @@ def compare_loaded(
     cut = _select_cut([local for local in held if local not in uncut], names, reference, parameters, skipped)
     tensors = {local: held[local][1] for local in (*uncut, *cut) if local not in known}
     in_local_spec = ((name, tensor) for name, tensor in held.values() if CUT_IN_LOCAL_SPEC.fullmatch(name))
-    is_local_spec = any(tuple(tensor.shape) != reference.specs[name].shape for name, tensor in in_local_spec)
-    at = replace(at, local_spec=is_local_spec)
+    at = replace(at, local_spec=any(tuple(one.shape) != reference.specs[name].shape for name, one in in_local_spec))
     seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
     different = (one for one in seen if one.verdict != "equal")
     wrong += [f"{one.local} is not {one.name} of {path}{_describe(one)}" for one in different]

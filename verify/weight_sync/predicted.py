@@ -16,7 +16,6 @@ from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
 
 Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
-
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
@@ -122,8 +121,8 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
             elif ".qkv_proj." in param:
                 found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                both = product(paddings, casts)
-                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in both]
+                ways = product(paddings, casts)
+                found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in ways]
 
     def divides(cut: ParamCut) -> bool:
         sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())
@@ -144,9 +143,13 @@ def routed_of(parts: Collection[Order]) -> list[Order]:
 
 def has_all_parts(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
-    experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
-    is_complete = len(parts) == len({order[0] for order in parts}) * len(places)
-    return is_complete and bool(experts) and max(experts) == len(experts) - 1
+    experts = {order[0] for order in routed_of(parts)}
+    return is_without_gap(parts) and bool(experts) and max(experts) == len(experts) - 1
+
+
+def is_without_gap(parts: Collection[Order]) -> bool:
+    """Whether all experts among these parts have the same ones."""
+    return len(parts) == len({order[0] for order in parts}) * len({order[-1] for order in parts})
 
 
 def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
@@ -231,8 +234,9 @@ class Sent:
 
     def _keep(self, part: Part, value: Tensor, checksum: str) -> None:
         parts = self._parts[part.param]
-        count = part.count or self._before.get(part.param)
-        if count is not None and len({*parts, part.order}) == count:
+        orders, count = {*parts, part.order}, part.count or self._before.get(part.param)
+        # Two updates may lack as many experts' tensors, but not the same ones.
+        if len(orders) == count and (part.count is not None or is_without_gap(orders)):
             del self._parts[part.param]
             self._held.pop(part.param, None)
             self._predict(part.param, {**parts, part.order: value}, checksum)

@@ -117,6 +117,17 @@ def test_tensor_that_is_sent_no_longer_is_named() -> None:
     assert raised.value.details == (text_with("layers.1.mlp.experts.2.down_proj.weight"),)
 
 
+def test_two_updates_that_lack_different_tensors_of_experts_name_the_second() -> None:
+    """Of chosen tensors the first check cannot know all parts; the second one has as many, with another gap."""
+    engine, names = FakeEngine(), [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (2, 1)]
+    with checked(engine, tensors="proj") as check:
+        result = send(check, [engine], 1, without(weights(1), names[0]), weights(1))
+        assert result.unseen == ["layers.1.mlp.experts.w13_weight"]
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 2, without(weights(2), names[1]), weights(2))
+    assert raised.value.details == (text_with("earlier not in this one layers.1.mlp.experts.1.up_proj.weight"),)
+
+
 class Repacked(FakeEngine):
     """Keeps experts in a layout that nobody knows, as kernels for INT4 do."""
 

@@ -159,10 +159,9 @@ def _valid_weights(checkpoint: Checkpoint, form: Floats) -> tuple[dict[str, Stor
     for stored in form.weights(release.specs):
         try:
             step_of(release, stored)
+            weights[stored.name] = stored
         except CkptkitError as error:
             broken[stored.codes.name] = error.message
-        else:
-            weights[stored.name] = stored
     return weights, broken
 
 
@@ -222,20 +221,19 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
         if count := int(bad.sum()):
             wrong += count
             rows |= {begin + row for row in bad.any(dim=1).nonzero().flatten().tolist()}
-            worst = (error[bad] / allowed[bad]).nan_to_num(math.inf).max()
-            times = max(times, float(worst))
-    named = rows_named(rows) if 0 < len(rows) < len(codes) else ""
-    return FloatRounding(wrong, codes.numel(), times, named)
+            times = max(times, float((error[bad] / allowed[bad]).nan_to_num(math.inf).max()))
+    return FloatRounding(wrong, codes.numel(), times, rows_named(rows) if 0 < len(rows) < len(codes) else "")
 
 
 def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int, str]:
     """Counts elements that are not exactly the source's, and zeros among them, and describes the first."""
     import torch
 
-    mantissa, _ = torch.frexp(scales)  # other scales than powers of two round every element
+    if not bool((torch.frexp(scales)[0] == 0.5).all()):  # other scales than powers of two round every element
+        return 0, 0, ""
     stored, expected = codes * scales, original.float()
     unequal = stored != expected
-    if not bool((mantissa == 0.5).all()) or not bool(unequal.any()):
+    if not bool(unequal.any()):
         return 0, 0, ""
     row, column = unequal.nonzero()[0].tolist()
     first = f"[{row}, {column}] was {expected[row, column]:g} and is {stored[row, column]:g}"

@@ -8,18 +8,12 @@ from typing import Any
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence import side_files
 from ckptkit.verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from ckptkit.verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
 from ckptkit.verify.evidence.side.texts import first_difference, strings_in
 from ckptkit.verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
-from ckptkit.verify.evidence.side_files import (
-    GENERATION,
-    PROCESSOR_CONFIG,
-    TOKENIZER_CONFIG,
-    SideDifference,
-    SideFiles,
-    setting_differences,
-)
+from ckptkit.verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideDifference, SideFiles
 
 # Other checks compare these files, which a conversion, a merge or a quantizer rewrites.
 _COMPARED_ELSEWHERE = frozenset(
@@ -67,8 +61,7 @@ def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Compares chat templates of any file by name and by the conversations that they render with transformers."""
-    names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
-    for name in names:
+    for name in dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places):
         places = (reversed(side.template_places) for side in (here, there))
         mine, its = ({text: file for file, other, text in some if other == name} for some in places)
         what = f"chat template {name!r}"
@@ -127,9 +120,9 @@ def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideD
     harmless = {"pad_token_id", "use_cache", "cache_implementation"} | {key for key in pairs if "output_" in key}
     before = "" if mine else "the file is missing: "
     wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
-    yield from setting_differences(GENERATION, wrong, place, "error", before)
+    yield from side_files.setting_differences(GENERATION, wrong, place, "error", before)
     rest = {key: pair for key, pair in pairs.items() if key in harmless}
-    yield from setting_differences(GENERATION, rest, place, "warning", before)
+    yield from side_files.setting_differences(GENERATION, rest, place, "warning", before)
 
 
 def _value(side: SideFiles, key: str) -> Any:

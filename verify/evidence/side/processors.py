@@ -29,8 +29,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 _BUILDING_HERE = "building the processor"
 _SCRATCH = re.compile(r"\S*ckptkit-processor-\w+")
 _LIMIT_S = 180
-# Parts by the key of processor_config.json that transformers 5 saves them under.
-_NESTED = {
+_NESTED = {  # parts by the key of processor_config.json that transformers 5 saves them under
     "image_processor": "image_processor",
     "feature_extractor": "feature_extractor",
     "audio_processor": "feature_extractor",

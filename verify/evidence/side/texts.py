@@ -173,9 +173,8 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     if not ids and mine_ids != its_ids:
         token = next(one for one in {**its_ids, **mine_ids} if mine_ids.get(one) != its_ids.get(one))
         ids = f"{token!r} is {mine_ids.get(token, 'missing')} but {its_ids.get(token, 'missing')}"
-    tables, their_tables = (
-        {key: side.parts.get("model", {}).get(key) for key in ("merges", "vocab")} for side in (here, there)
-    )
+    models = (side.parts.get("model", {}) for side in (here, there))
+    tables, their_tables = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
     ids = ids or describe_first_difference(tables, their_tables, "model")  # only rare texts may show it
     names = {**there.special, **here.special}
     pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}

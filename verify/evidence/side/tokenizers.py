@@ -7,26 +7,13 @@ from typing import Any
 
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence import side_files
 from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, describe_first_difference
-from ckptkit.verify.evidence.side_files import (
-    ADDED_TOKENS,
-    MERGES,
-    SETTINGS_FILES,
-    SPECIAL_TOKENS,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    VOCABULARY,
-    VOCABULARY_LINES,
-    SideDifference,
-    SideFiles,
-    setting_differences,
-    show,
-)
+from ckptkit.verify.evidence.side_files import TOKENIZER, TOKENIZER_CONFIG, SideDifference, SideFiles, show
 
 SPECIAL = ("eos", "bos", "pad", "unk")
 _ANOTHER = "another model's tokenizer: "
-# Keys that do not affect ids and texts, or that are compared separately.
-_UNREAD = frozenset(
+_UNREAD = frozenset(  # keys that do not affect ids and texts, or that are compared separately
     {"chat_template", "auto_map", "processor_class", "transformers_version", "name_or_path", "_commit_hash"}
     | {"backend", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side"}
     | {"tokenizer_file", "special_tokens_map_file", "model_input_names", "use_default_system_prompt"}
@@ -78,7 +65,7 @@ def _by_answer(
 ) -> Iterator[SideDifference]:
     """The differences in a library: ids or texts, else special tokens; and the longest text."""
     is_same = here.tokenizer_config == there.tokenizer_config
-    settings = SPECIAL_TOKENS if is_same and here.json(SPECIAL_TOKENS) else TOKENIZER_CONFIG
+    settings = side_files.SPECIAL_TOKENS if is_same and here.json(side_files.SPECIAL_TOKENS) else TOKENIZER_CONFIG
     file = TOKENIZER if answer.library == "tokenizers" else settings
     if answer.refused:
         words = f"{answer.library} loads the other tokenizer but not this one: {answer.refused}"
@@ -107,10 +94,10 @@ def _different_settings(here: SideFiles, there: SideFiles, place: str) -> Iterat
     skipped = {*_UNREAD, *names, "tokenizer_class"}
     pairs = ((path, pair) for path, pair in _pairs(mine, its, "") if not path.endswith(".normalized"))
     odd = {path: pair for path, pair in pairs if path.partition(".")[0] not in skipped}
-    yield from setting_differences(TOKENIZER_CONFIG, odd, place, "error")
+    yield from side_files.setting_differences(TOKENIZER_CONFIG, odd, place, "error")
     for kind in SPECIAL:
-        tokens = {text for file in SETTINGS_FILES if (text := there.special_in(file, kind))}
-        for file in SETTINGS_FILES if tokens else ():
+        tokens = {text for file in side_files.SETTINGS_FILES if (text := there.special_in(file, kind))}
+        for file in side_files.SETTINGS_FILES if tokens else ():
             if (text := here.special_in(file, kind)) and text not in tokens:
                 words = f"{kind}_token is {text!r} but {' or '.join(map(repr, sorted(tokens)))} {place}"
                 yield SideDifference(file, f"{kind}_token", words, is_presentation=True)
@@ -134,7 +121,7 @@ def _first_setting(here: SideFiles, there: SideFiles) -> str:
 
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
     side = there if there.has_tokenizer else here
-    file = next((name for name in side.tokenizer_files if name not in SETTINGS_FILES), None)
+    file = next((name for name in side.tokenizer_files if name not in side_files.SETTINGS_FILES), None)
     if file is None:
         return  # settings without a vocabulary are not a tokenizer
     if side is there:
@@ -170,7 +157,7 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
 def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Compares vocabulary files that some loaders read instead of tokenizer.json; a re-saved tokenizer may differ."""
     for name in dict.fromkeys([*there.tokenizer_files, *here.tokenizer_files]):
-        if name == TOKENIZER or name in SETTINGS_FILES:
+        if name == TOKENIZER or name in side_files.SETTINGS_FILES:
             continue
         mine, its = (name in side.tokenizer_files for side in (here, there))
         is_same = here.content(name) == there.content(name)
@@ -188,10 +175,10 @@ def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator
 
 def _is_of_tokenizer(name: str, here: SideFiles, there: SideFiles) -> bool:
     """Whether a file of `here` has the tokens or merges that `there` has in another file."""
-    if name == MERGES:
+    if name == side_files.MERGES:
         return here.merges_in(name) == there.merges
-    if name == VOCABULARY_LINES:
+    if name == side_files.VOCABULARY_LINES:
         return all(there.ids.get(token) == number for number, token in enumerate(here.lines(name)))
-    if name not in (VOCABULARY, ADDED_TOKENS):
+    if name not in (side_files.VOCABULARY, side_files.ADDED_TOKENS):
         return False
     return all(there.ids.get(token) == number for token, number in here.json(name).items())
