@@ -53,7 +53,7 @@ def read(launch: Launch) -> Job:
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
-    prefix = next((one for one in pretrained if not settings.lacks(f"{one}.path")), None)
+    prefix, *_ = (*[one for one in pretrained if not settings.lacks(f"{one}.path")], None)
     if megatron:
         start = _pretrained(settings, prefix) if prefix else _converted(settings)
     else:
@@ -158,7 +158,7 @@ def _converted(settings: Config) -> Side | None:
     if not copy.exists() or settings.switch(f"{_MEGATRON}.force_reconvert_from_hf"):
         return hf_side("actor", settings, _MODEL, f"{_MODEL}, which NeMo-RL converts at the start")
     side = Side("actor", "megatron", copy, f"the copy of {_MODEL} that NeMo-RL converted before")
-    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=math.inf)
+    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=0.0) or math.inf
     files = (path for pattern in ("config.json", "*.safetensors") for path in Path(model.text).glob(pattern))
     if (newer := next((path for path in files if path.stat().st_mtime > made), None)) is None:
         return side
