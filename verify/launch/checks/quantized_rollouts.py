@@ -147,7 +147,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     formats, packer = (_SENT_TO_VLLM, "vime") if is_vllm else (_SENT, "slime or miles")
     if method not in formats and (is_vllm or content.get("quant_algo") != "NVFP4"):
         expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(formats))
-        actual = f"{shortened(method)}: {'vime sends BF16' if is_vllm else 'slime sends BF16 to it, miles stops'}"
+        actual = f"{shortened(method)}: {'vime sends BF16 to it' if is_vllm else 'slime sends BF16 to it, miles stops'}"
         hint = "give a checkpoint in block FP8, INT4 or BF16"
         # slime passes mxfp4 through on purpose; whether the engine accepts BF16 then was not tested.
         yield Issue(expected, actual, hint, file=where, severity=warning_if(method == "mxfp4"))
