@@ -106,10 +106,7 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
-    """Directory and quantization of an engine that slime, miles, vime or verl updates, and SGLang's own option.
-
-    Raises NotApplicable for any other engine, and for one without quantization.
-    """
+    """Directory, quantization and SGLang option of a quantized engine that is updated, or raises NotApplicable."""
     root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
     quantization = content if isinstance(content, Mapping) and "quant_method" in content else None

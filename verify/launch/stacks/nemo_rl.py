@@ -265,8 +265,7 @@ def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[Gp
     backend = settings.text(f"{_GENERATION}.backend")
     if backend == "megatron":
         sizes = Sizes.read(settings, f"{_GENERATION}.mcore_generation_config", _MEGATRON)
-        shares = settings.switch(f"{_GENERATION}.colocated.enabled", True)
-        sizes = replace(sizes, cp=1) if shares else sizes
+        sizes = replace(sizes, cp=1) if settings.switch(f"{_GENERATION}.colocated.enabled", True) else sizes
         yield from [sizes.group(ENGINE, gpus)] if sizes != trained else []
     elif backend:
         keys = _engine_keys(backend)
