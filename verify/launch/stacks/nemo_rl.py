@@ -120,8 +120,7 @@ def _pretrained(settings: Config, prefix: str) -> Side | None:
     mark = _MARKS.get(format_name)
     if mark is None:
         actual, hint = format_name or "no such setting", "set it to one of the two"
-        expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
-        issue = path_issue(place, path, expected, actual, hint, check=LOAD)
+        issue = path_issue(place, path, f"{prefix}.format that is {' or '.join(_MARKS)}", actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
     iteration, why = _iteration(path, mark)
     if iteration and (iteration / mark).exists():
@@ -129,8 +128,7 @@ def _pretrained(settings: Config, prefix: str) -> Side | None:
     actual = "no such directory" if not path.exists() else f"no {mark} in {iteration or path}"
     other = next((name for name, one in _MARKS.items() if iteration and (iteration / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
-    expected = f"an iteration with {mark}, which {format_name} requires"
-    issue = path_issue(place, path, expected, actual, hint, check=LOAD)
+    issue = path_issue(place, path, f"an iteration with {mark}, which {format_name} requires", actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
 
