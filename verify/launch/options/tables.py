@@ -67,7 +67,7 @@ LAYOUT: Mapping[str, tuple[str, Any]] = {
 
 
 def numbers(text: str) -> Any:
-    """The value of a number, list or range, such as `[0]*3+[1]`, without executing it. Raises ValueError for others."""
+    """The value of a number, list or range, such as `[0]*3+[1]`, without executing it. Raises ValueError otherwise."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:

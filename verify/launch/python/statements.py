@@ -156,7 +156,7 @@ class Follower:
         return unknown_expression(node, f"the call of {unknown_expression(node.func, '').source} is not followed")
 
     def create(self, kind: Class, named: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
-        """An instance of a dataclass with these fields, and defaults for the others."""
+        """An instance of a dataclass with these fields, and defaults for all other fields."""
         number = len(self.state.objects) + 1 + self.state.steps[0]
         self.state.objects[number] = {}
         values = dict(zip(kind.fields, arguments, strict=False)) | dict(named)

@@ -157,7 +157,7 @@ def _path(change: Callable[[str], str], suffixes: int = 0) -> Command:
 
 
 def filter_text(words: Sequence[ShellValue], text: str) -> str | None:
-    """The output of `cat`, or of `sed` with plain text, for this input; None for other commands."""
+    """The output of `cat`, or of `sed` with plain text, for this input, or None for other commands."""
     if words[0].text == "cat" and not words[1:]:
         return text
     scripts = [word.text for word in words[1:] if word.text not in ("-e", "-E", "-r")]

@@ -184,7 +184,7 @@ class Shell:
             self.variables[name] = Variable((), array=True)
 
     def restore(self, variables: Mapping[str, Variable | None]) -> None:
-        """Sets these variables again; None unsets one."""
+        """Sets these variables again, or unsets those with None."""
         for name, variable in variables.items():
             if variable is None:
                 self.variables.pop(name, None)
