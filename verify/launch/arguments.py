@@ -63,10 +63,7 @@ class LaunchArguments:
         return self.embedding or self.loss or any(value is not None for value in options)
 
     def pipeline(self, layers: int, pp: int) -> Pipeline:
-        """The pipeline of a model with `layers` layers, its chunks as in Megatron-LM's `validate_args`.
-
-        Raises CkptkitError if Megatron-LM refuses the options.
-        """
+        """A model's pipeline, as in Megatron-LM's `validate_args`. Raises CkptkitError if that refuses the options."""
         if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
             names = f"{_CHUNK}, {_VPP} and {option_of(STAGES)}"
             raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
@@ -85,10 +82,7 @@ class LaunchArguments:
 def launch_arguments(
     given: Arguments, words: Sequence[Word], environment: Mapping[str, str] | None = None
 ) -> LaunchArguments:
-    """Reads the sizes from arguments, and from variables that the words or `environment` set.
-
-    Raises CkptkitError for a value that is missing or not a number.
-    """
+    """The sizes in arguments, and in variables of words and `environment`. Raises CkptkitError without a number."""
     sizes: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
     for name in given.values:
         if name in NUMBERS and (number := _size(name, given)) is not None:

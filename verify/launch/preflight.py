@@ -132,8 +132,7 @@ _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 def check_job(job: Job) -> Report:
     """Checks the launch of a job, and every directory that it loads."""
     checks, directories = all_checks(witnesses=False), list(_directories(job))
-    loaded = {one.path: one for one in directories}
-    launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
+    launched = Subject(job.root, job=job, arguments=job.actor, loaded={one.path: one for one in directories})
     launch_checks = [one for one in checks if one.stage == "launch"]
     outcome = run_checks(launched, [one for one in launch_checks if not one.needs])
     headers = Outcome()

@@ -150,8 +150,7 @@ def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterat
     if heads % ranks:
         yield Issue(f"num_attention_heads that divides over {ranks} ranks{where}", f"{heads}", hint)
     elif groups % ranks and ranks % groups:
-        expected = f"num_key_value_heads that divides {ranks} ranks, or is divided by them{where}"
-        yield Issue(expected, f"{groups}", hint)
+        yield Issue(f"num_key_value_heads that divides {ranks} ranks, or is divided by them{where}", f"{groups}", hint)
 
 
 def _placement(subject: Subject) -> GpuPlacement:
@@ -173,8 +172,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
     if not (groups or placement.issues or cuts):
         raise CannotCheck("the number of GPUs, or a size, is not known", "CK717")
-    conditions = len(cuts) + sum(len(group.products) for group in groups)
-    tally.compared(max(conditions + len(placement.issues), 1))
+    tally.compared(max(len(cuts) + sum(len(group.products) for group in groups) + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
     yield from placement.issues

@@ -98,5 +98,4 @@ def _hint(name: str, given: Arguments) -> str:
         return f"{reason}: set it in the model provider"
     if name in WITHOUT_FLAG and name not in given.values:
         return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
-    option = f"--{name.replace('_', '-')}"
-    return f"correct {option} in the model's script, or config.json if the script is right"
+    return f"correct --{name.replace('_', '-')} in the model's script, or config.json if the script is right"

@@ -39,10 +39,7 @@ def _job(subject: Subject) -> Job:
 
 @check("CK721", applies_to=_job)
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Faults of the text, such as line continuations, and names that differ in one or two letters from a known one.
-
-    The finding gives the release of the known name (`verify/launch/options/names`).
-    """
+    """Faults of the text, such as line continuations, and names one or two letters from one of a known release."""
     job = _job(subject)
     tally.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
@@ -145,9 +142,8 @@ def _experts(given: Arguments) -> Iterator[Issue]:
     if not given.value("num_experts", 0) or given.anything:
         return
     if (dtype := given.value("moe_router_dtype", "nothing")) not in (None, "fp32", "fp64"):
-        actual = f"moe_router_dtype = {dtype}"
         hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine"
-        yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
+        yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", f"moe_router_dtype = {dtype}", hint)
     if given.lacks("moe_permute_fusion"):
         # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of nondeterministic
         # functions on CUDA. The size of the effect was not measured.
@@ -177,18 +173,13 @@ def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     files = SideFiles(root)
     tally.compared(len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:
-        yield Issue(
-            f"a chat template, since {template.place} has {_TEMPLATE}",
-            "none in chat_template.jinja, tokenizer_config.json or chat_template.json",
-            "a base model has none: give the instruct release, copy its chat_template.jinja, or leave the option out",
-            file=root,
-        )
+        expected = f"a chat template, since {template.place} has {_TEMPLATE}"
+        actual = "none in chat_template.jinja, tokenizer_config.json or chat_template.json"
+        hint = "a base model has none: give the instruct release, copy its chat_template.jinja, or leave the option out"
+        yield Issue(expected, actual, hint, file=root)
     vocabulary = language_part(engine_config(root)).get("vocab_size")
     for word in ids:
         if not word.text.isdecimal() or (isinstance(vocabulary, int) and int(word.text) >= vocabulary):
-            yield Issue(
-                f"token ids below the vocab_size of config.json, {vocabulary}",
-                f"{_STOPS} {word.text}, at {word.place}",
-                "take the ids from eos_token_id of generation_config.json",
-                file=root,
-            )
+            expected = f"token ids below the vocab_size of config.json, {vocabulary}"
+            hint = "take the ids from eos_token_id of generation_config.json"
+            yield Issue(expected, f"{_STOPS} {word.text}, at {word.place}", hint, file=root)

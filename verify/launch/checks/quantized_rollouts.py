@@ -106,10 +106,7 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
-    """Directory and quantization of an engine that slime, miles, vime or verl updates, and SGLang's own option.
-
-    Raises NotApplicable for any other engine, and for one without quantization.
-    """
+    """Directory, quantization and SGLang option of a quantized engine that is updated, or raises NotApplicable."""
     root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
     quantization = content if isinstance(content, Mapping) and "quant_method" in content else None
@@ -147,7 +144,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     formats, packer = (_SENT_TO_VLLM, "vime") if is_vllm else (_SENT, "slime or miles")
     if method not in formats and (is_vllm or content.get("quant_algo") != "NVFP4"):
         expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(formats))
-        actual = f"{shortened(method)}: {'vime sends BF16' if is_vllm else 'slime sends BF16 to it, miles stops'}"
+        actual = f"{shortened(method)}: {'vime sends BF16 to it' if is_vllm else 'slime sends BF16 to it, miles stops'}"
         hint = "give a checkpoint in block FP8, INT4 or BF16"
         # slime passes mxfp4 through on purpose; whether the engine accepts BF16 then was not tested.
         yield Issue(expected, actual, hint, file=where, severity=warning_if(method == "mxfp4"))

@@ -28,6 +28,7 @@ from ckptkit.verify.launch.sides import ENGINE, Side
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"
 
 _Pair: TypeAlias = "tuple[Side, Side]"
+_Places: TypeAlias = "tuple[Location, Location]"
 # A tensor's name on the first side, and its digest on both.
 _Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
@@ -79,12 +80,7 @@ def _count(tally: Tally, comparison: str, tensors: int = 1, nbytes: int = 0) -> 
 
 
 def _difference(
-    pair: _Pair,
-    places: tuple[Location, Location],
-    kind: str,
-    actual: str,
-    names: Sequence[str],
-    unrelated: Sequence[str],
+    pair: _Pair, places: _Places, kind: str, actual: str, names: Sequence[str], unrelated: Sequence[str]
 ) -> Issue:
     """The issue of tensors that differ; the `unrelated` ones are of another model."""
     (first, second), (here, there) = pair, places
@@ -96,9 +92,7 @@ def _difference(
     return Issue(expected, actual, hint, names=names, file=here.path, severity=severity, as_one=True)
 
 
-def _by_samples(
-    subject: Subject, pair: _Pair, places: tuple[Location, Location], tally: Tally, skipped: list[str]
-) -> Iterator[Issue]:
+def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, skipped: list[str]) -> Iterator[Issue]:
     """Compares samples of two sides, or adds a line to `skipped` if there is nothing to compare."""
     here, there = _subjects(subject, pair)
     roles, diff = f"{pair[0].role} and {pair[1].role}", f"`ckptkit diff {places[0].path} {places[1].path}` compares all"

@@ -51,8 +51,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 expected = f"the {one.what} of {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
-            hint = error.hint or "copy them from the release"
-            yield Issue("files that can be read", error.message, hint, file=root)
+            yield Issue("files that can be read", error.message, error.hint or "copy them from the release", file=root)
 
 
 def _missing(subject: Subject, engine: SideFiles) -> Issue:

@@ -126,7 +126,7 @@ def _check_size(option: str, name: str, setting: SettingValue) -> None:
 
 
 def _convert(kind: Kind, text: str) -> Any:
-    """The value of an argument in YAML, or None if the text has another type."""
+    """The value of an argument's text, or None if the text has another type."""
     if kind is bool:
         return _TRUTH.get(text.lower())
     try:

@@ -40,8 +40,7 @@ def speculation_from_options(arguments: Arguments, words: Sequence[Word]) -> Spe
     if not method:
         return None
     draft, option = "sglang_speculative_draft_model_path", arguments.cite("sglang_speculative_algorithm")
-    is_known = arguments.get(draft).known
-    return Speculation("sglang", method.upper(), option, arguments.value(draft), known=is_known)
+    return Speculation("sglang", method.upper(), option, arguments.value(draft), known=arguments.get(draft).known)
 
 
 def _from_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:

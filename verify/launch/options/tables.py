@@ -31,6 +31,7 @@ SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+MEGATRON_SIZES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}  # of stacks with settings
 # Arguments with sizes and numbers of layers, and their fields of `LaunchArguments`.
 NUMBERS = {
     **{name: short for short, name in SIZES.items() if short != "cp"},
@@ -66,7 +67,7 @@ LAYOUT: Mapping[str, tuple[str, Any]] = {
 
 
 def numbers(text: str) -> Any:
-    """The value of such an expression; nothing is executed. Raises ValueError for any other text."""
+    """The value of a number, list or range, such as `[0]*3+[1]`, without executing it. Raises ValueError otherwise."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
@@ -187,11 +188,9 @@ TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **L
 # Options for the split of a model over ranks.
 READ = frozenset(option for option, (name, _) in TABLE.items() if name in {*NUMBERS, *FLAGS, STAGES})
 # Options for the checkpoints of a launch.
-PATHS = frozenset(
-    {
-        *("--hf-checkpoint", "--load", "--ref-load", "--ckpt-step", "--ref-ckpt-step", "--critic-load"),
-        *("--opd-teacher-load", "--opd-teacher-ckpt-step", "--pretrained-checkpoint", "--save"),
-    }
+PATHS = (
+    *("--hf-checkpoint", "--load", "--ref-load", "--ckpt-step", "--ref-ckpt-step", "--critic-load"),
+    *("--opd-teacher-load", "--opd-teacher-ckpt-step", "--pretrained-checkpoint", "--save"),
 )
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})  # modules that build a different model
 # An unknown value of one of these makes a report inconclusive; an unknown value in `RUN` skips the rules that need it.

@@ -34,6 +34,7 @@ _SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
 _NOT_KNOWN = "it depends on a value that is not known"
 _NO_LIST = "a list that is not known"
+_NO_LENGTH = Unknown("len(...)", "its length is not known")
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -55,11 +56,9 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-_METHODS = frozenset(
-    {
-        *("strip", "lstrip", "rstrip", "split", "join", "lower", "upper", "replace", "startswith", "endswith"),
-        *("get", "items", "keys", "values", "removeprefix", "removesuffix", "title", "count", "index"),
-    }
+_METHODS = (
+    *("strip", "lstrip", "rstrip", "split", "join", "lower", "upper", "replace", "startswith", "endswith"),
+    *("get", "items", "keys", "values", "removeprefix", "removesuffix", "title", "count", "index"),
 )
 
 
@@ -82,8 +81,7 @@ def _search(node: ast.Call, pattern: Any, text: Any) -> Any:
     """`re.search(pattern, text)` for fast patterns: at most two repetitions, and none of a group."""
     if not (isinstance(pattern, str) and isinstance(text, str)):
         return unknown_expression(node, _NOT_KNOWN)
-    repetitions = sum(pattern.count(sign) for sign in "*+{")
-    if repetitions > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
+    if sum(map(pattern.count, "*+{")) > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
         return unknown_expression(node, "a pattern that is not worked out here")
     return getattr(re, ast.unparse(node.func).rpartition(".")[2])(pattern, text)
 
@@ -127,9 +125,7 @@ _PLAIN = ("int", "float", "bool", "min", "max", "sum", "abs", "round", "sorted",
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(builtins, name) for name in _PLAIN},
     "str": lambda value="": join_pieces(split_pieces(value)),
-    "len": lambda value: (
-        Unknown("len(...)", "its length is not known") if isinstance(value, Unknown | Text) else len(value)
-    ),
+    "len": lambda value: _NO_LENGTH if isinstance(value, Unknown | Text) else len(value),
     "range": _range,
     "list": lambda items=(), /: items if isinstance(items, Unknown) else list(items),
     "tuple": lambda items=(), /: items if isinstance(items, Unknown) else tuple(items),
@@ -190,10 +186,7 @@ class Expressions:
                 return self._item(node, self.value(inner), index)
             case ast.Call():
                 return self._call(node)
-            case (
-                ast.ListComp(elt=element, generators=[generator])
-                | ast.GeneratorExp(elt=element, generators=[generator])
-            ):
+            case ast.ListComp(element, [generator]) | ast.GeneratorExp(element, [generator]):
                 return self._comprehension(node, element, generator)
             case ast.Lambda():
                 return PythonFunction(node, self.module)
@@ -239,15 +232,13 @@ class Expressions:
         if name not in attributes and method is not None and isinstance(method.node, ast.FunctionDef):
             bound = PythonFunction(method.node, method.module, value)
             if any(ast.unparse(decorator).endswith("property") for decorator in method.node.decorator_list):
-                call = ast.copy_location(ast.Call(node, [], []), node)
-                return self.call(self.state, bound, [], {}, call)
+                return self.call(self.state, bound, [], {}, ast.copy_location(ast.Call(node, [], []), node))
             return bound
         return _with_source(node, attributes.get(name, MISSING))
 
     def _binary(self, node: ast.expr, left: Any, symbol: ast.operator, right: Any) -> Any:
         texts = isinstance(left, str | Text | Unknown) and isinstance(right, str | Text | Unknown)
-        both = isinstance(left, Unknown) and isinstance(right, Unknown)
-        if isinstance(symbol, ast.Add) and texts and not both:
+        if isinstance(symbol, ast.Add) and texts and not (isinstance(left, Unknown) and isinstance(right, Unknown)):
             return join_pieces((*split_pieces(left), *split_pieces(right)))
         if not (is_known(left) and is_known(right)) or type(symbol) not in _ARITHMETIC:
             reasons = (value.why for value in (left, right) if isinstance(value, Unknown))

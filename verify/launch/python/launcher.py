@@ -76,11 +76,9 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
     watched = {_START: start} | dict.fromkeys(_IGNORED, lambda *_: None)
     follower = Follower(root or script.absolute().parent, environment, watched)
     try:
-        module = follower.module(script)
-        _run_commands(follower, module, list(arguments))
+        _run_commands(follower, follower.module(script), list(arguments))
     except OSError as error:
-        reason = error.strerror or error
-        raise CkptkitError(f"{script}: {reason}", "give the path of the launcher itself") from error
+        raise CkptkitError(f"{script}: {error.strerror or error}", "give the path of the launcher itself") from error
     except SyntaxError as error:
         place = f"{script}:{error.lineno}" if error.lineno else str(script)
         raise CkptkitError(f"{place}: {error.msg}", "check it with `python3 -m py_compile`") from error
@@ -180,7 +178,7 @@ def _launch(script: Path, folders: Sequence[Path], start: _Start) -> LaunchText:
     variables: dict[str, tuple[ShellValue, ...]] = {}
     text = _shell_text([f"{sourced}python3 {name} ", *model_pieces, " ", *arguments], variables, script)
     launch = read_command(text, variables, script, start.line, environment)
-    lines = _option_lines([script, *([file] if file else [])])
+    lines = _option_lines([script, file] if file else [script])
     words = tuple(_locate(launch.words, lines, (script, start.line)))
     return replace(launch, words=words, environment=dict(_environment(start, script)))
 

@@ -40,8 +40,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
         follower = Follower(tool.absolute().parent, environment, {"load_sibling_model_args": sibling})
         follower.modules[Path()] = Module(Path())  # so that no file is `__main__`
         try:
-            module = follower.module(path)
-            function = module.names.get(_FUNCTION)
+            function = follower.module(path).names.get(_FUNCTION)
             if not isinstance(function, PythonFunction):
                 return Unknown(path.name, f"{path} has no function {_FUNCTION}")
             call = ast.copy_location(ast.Call(ast.Name(_FUNCTION, ast.Load()), [], []), function.node)

@@ -97,8 +97,7 @@ class Follower:
 
     def main(self, module: Module) -> None:
         """Follows the statements under `if __name__ == "__main__"`."""
-        text = read_regular(module.path, _MAX_BYTES).decode(errors="replace")
-        for statement in ast.parse(text).body:
+        for statement in ast.parse(read_regular(module.path, _MAX_BYTES).decode(errors="replace")).body:
             if isinstance(statement, ast.If) and ast.unparse(statement.test).startswith("__name__"):
                 self.block(module, statement.body)
 
@@ -157,7 +156,7 @@ class Follower:
         return unknown_expression(node, f"the call of {unknown_expression(node.func, '').source} is not followed")
 
     def create(self, kind: Class, named: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
-        """An instance of a dataclass with these fields, and defaults for the others."""
+        """An instance of a dataclass with these fields, and defaults for all other fields."""
         number = len(self.state.objects) + 1 + self.state.steps[0]
         self.state.objects[number] = {}
         values = dict(zip(kind.fields, arguments, strict=False)) | dict(named)
@@ -170,10 +169,9 @@ class Follower:
                 value = self._default(kind.modules[name], statement.value)
             self.state.objects[number][name] = value
         instance = Object(number, kind)
-        if method := kind.methods.get("__post_init__"):
-            end, _ = self._run(replace(method, bound=instance), [], {})
-            if end == "raise":
-                return Unknown(kind.name, "it raises an exception")
+        method = kind.methods.get("__post_init__")
+        if method and self._run(replace(method, bound=instance), [], {})[0] == "raise":
+            return Unknown(kind.name, "it raises an exception")
         return instance
 
     def _default(self, module: Module, node: ast.expr) -> Any:
@@ -306,8 +304,7 @@ class Follower:
                 results = [self._matches(module, subject, inner) for inner in patterns]
                 return True if True in results else None if None in results else False
             case ast.MatchSequence(patterns=patterns) if isinstance(subject, list | tuple):
-                pairs = zip(subject, patterns, strict=False)
-                results = [self._matches(module, item, inner) for item, inner in pairs]
+                results = [self._matches(module, *pair) for pair in zip(subject, patterns, strict=False)]
                 if len(subject) != len(patterns) or False in results:
                     return False
                 return None if None in results else True
@@ -364,13 +361,9 @@ class Follower:
         """Follows a call that may change a list, a dictionary, or the environment."""
         expressions = self.expressions(module)
         match value:
-            case ast.Call(func=ast.Attribute(value=owner, attr=method)) if isinstance(
-                expressions.value(owner), Environment
-            ):
+            case ast.Call(ast.Attribute(owner, method)) if isinstance(expressions.value(owner), Environment):
                 self._change_environment(method, [expressions.value(argument) for argument in value.args], value.lineno)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name) as owner, attr=method), args=[argument]) if (
-                method in ("append", "extend", "update")
-            ):
+            case ast.Call(ast.Attribute(ast.Name(name) as owner, "append" | "extend" | "update" as method), [argument]):
                 before, added = expressions.value(owner), expressions.value(argument)
                 after: Any = Unknown(name, f"{method} at line {value.lineno}")
                 if isinstance(before, list) and method == "append":

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, mul, truediv
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -27,12 +28,7 @@ _TYPED = re.compile(r"(?i:true|false|null|[-+]?(?:inf|nan)|[-+]?[\d_.]+(?:e[-+]?
 _SPELLED = re.compile(r"0|-?[1-9]\d*|-?(?:0|[1-9]\d{0,9})\.(?:0|\d{0,5}[1-9])|[^\d]*\.[^\d]*")
 _MAX_DEPTH = 30
 _MAX_CHARACTERS = 10_000  # characters of a value with interpolations, before and after
-_NUMBERS: dict[str, Callable[[float, float], float]] = {
-    "add": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "max": max,
-}
+_NUMBERS: dict[str, Callable[..., float]] = {"add": add, "mul": mul, "div": truediv, "max": max}
 TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")  # a path on another machine
 
@@ -125,8 +121,7 @@ class Config(Settings):
             if not isinstance(node, Word):
                 raise UnresolvedError(f"{text} is not a single value")
             text = node.text
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
+        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
     def _call(self, name: str, arguments: list[str], at: tuple[str, ...], depth: int, inner: str) -> Tree:
         if name == "oc.env" and arguments:
@@ -198,8 +193,8 @@ class Config(Settings):
             return default if setting.known else None
         text = setting.value.replace("_", "").removesuffix(".0")
         if not (text.isdecimal() and len(text) < 10):
-            message = f"{key}={setting.value} ({setting.where}) is not a number"
-            raise CkptkitError(message, "give the number that the job has")
+            hint = "give the number that the job has"
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", hint)
         return int(text)
 
     def size(self, key: str, default: int | None = 1) -> int | None:
@@ -235,10 +230,7 @@ class Config(Settings):
             raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "give the number") from None
 
     def model(self, key: str) -> Path | None:
-        """The local directory of a model, or None with the reason in `unread`.
-
-        A name on a hub has the directory of a complete snapshot in the local cache. `stand_in` overrides the setting.
-        """
+        """A model's local directory, for a name on a hub a complete snapshot, or None with the reason in `unread`."""
         before = len(self.unread)
         path = self._model(key)
         if self.stand_in is None or key not in self.stands_for:

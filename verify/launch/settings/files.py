@@ -84,8 +84,7 @@ def _compose_list(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth
             continue
         if "${" in name.text or not file.is_file():
             # Folders of the trainer's own files are missing too.
-            has_folder = folder and file.parent.is_dir()
-            absent.append(replace(name, text=f"{folder}/{name.text}") if has_folder else name)
+            absent.append(replace(name, text=f"{folder}/{name.text}") if folder and file.parent.is_dir() else name)
             continue
         below = compose(file, depth + 1, files)
         absent, files = [*absent, *below.absent], below.files

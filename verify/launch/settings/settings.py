@@ -55,8 +55,7 @@ class Settings:
     def issue(self, keys: Sequence[str], expected: str, hint: str, severity: Severity = "error") -> Issue:
         """An issue about these keys, in the file of the first one that is set."""
         file = next((setting.file for setting in map(self.get, keys) if setting.word), None)
-        actual = ", ".join(filter(None, map(self._format, keys)))
-        return Issue(expected, actual, hint, file=file, severity=severity)
+        return Issue(expected, ", ".join(filter(None, map(self._format, keys))), hint, file=file, severity=severity)
 
     def cite(self, key: str) -> str:
         """`key (run.yaml:12)`, or only the key if it is not set."""

@@ -157,7 +157,7 @@ def _path(change: Callable[[str], str], suffixes: int = 0) -> Command:
 
 
 def filter_text(words: Sequence[ShellValue], text: str) -> str | None:
-    """The output of `cat`, or of `sed` with plain text, for this input; None for other commands."""
+    """The output of `cat`, or of `sed` with plain text, for this input, or None for other commands."""
     if words[0].text == "cat" and not words[1:]:
         return text
     scripts = [word.text for word in words[1:] if word.text not in ("-e", "-E", "-r")]
@@ -308,8 +308,7 @@ _COMMANDS: dict[str, Command] = {
     "seq": _seq,
     "dirname": _path(lambda path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")),
     "basename": _path(lambda path: os.path.basename(path.rstrip("/")), suffixes=1),
-    "realpath": _realpath,
-    "readlink": _realpath,
+    **dict.fromkeys(("realpath", "readlink"), _realpath),
     "unset": _unset,
     "export": _export,
     "set": _set,

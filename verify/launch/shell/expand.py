@@ -7,20 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptkit.verify.launch.python.values import TooMuchError
+from ckptkit.verify.launch.python.values import MAX_CHARACTERS, TooMuchError
 from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from ckptkit.verify.launch.shell.lexer import Lexer
 from ckptkit.verify.launch.shell.operators import apply_operator
 from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from ckptkit.verify.launch.shell.values import (
-    MAX_CHARACTERS,
-    MAX_WORDS,
-    Gap,
-    Shell,
-    ShellValue,
-    join_texts,
-    unknown_value,
-)
+from ckptkit.verify.launch.shell.values import MAX_WORDS, Gap, Shell, ShellValue, join_texts, unknown_value
 
 # An assignment in arithmetic: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(
@@ -199,8 +191,7 @@ def expand_text(shell: Shell, word: ShellWord | None, *, is_pattern: bool = Fals
             values = [unknown_value(part.text, BRACES)]
         else:
             values = [_expand_tilde(shell, part.text, quoted, number == 0)]
-        star = isinstance(part, Parameter) and "*" in (part.index, part.name)
-        separator = separators(shell)[:1] if star else " "
+        separator = separators(shell)[:1] if isinstance(part, Parameter) and "*" in (part.index, part.name) else " "
         for count, value in enumerate(values):
             piece = re.sub(r"[*?[]", r"[\g<0>]", value.text) if is_pattern and quoted else value.text
             text = join_texts((text, piece), separator if count else "")
@@ -406,20 +397,17 @@ def _is_empty(part: Parameter, values: Sequence[ShellValue] | None) -> bool | No
 def _insert_defaults(shell: Shell, parts: Sequence[Part]) -> Iterator[Part]:
     """The parts of a word, with the parts of the default in place of `${A:-default}` and `${A:+default}`."""
     for part in parts:
-        if (
-            not isinstance(part, Parameter)
-            or part.length
-            or part.indirect
-            or part.operator not in _DEFAULTS
-            or _is_empty(part, _look_up(shell, part)) is not (part.operator[-1] == "-")
-        ):
-            yield part
-            continue
-        default = _argument(shell, part)
-        for inner in _insert_defaults(shell, default):
-            yield replace(inner, split=True) if isinstance(inner, Literal) and not inner.quoted else inner
-        if part.quoted and not default:
-            yield Literal("", True)
+        match part:
+            case Parameter(operator=operator, length=False, indirect=False) if operator in _DEFAULTS and _is_empty(
+                part, _look_up(shell, part)
+            ) is (operator[-1] == "-"):
+                default = _argument(shell, part)
+                for inner in _insert_defaults(shell, default):
+                    yield replace(inner, split=True) if isinstance(inner, Literal) and not inner.quoted else inner
+                if part.quoted and not default:
+                    yield Literal("", True)
+            case _:
+                yield part
 
 
 def _argument(shell: Shell, part: Parameter) -> tuple[Part, ...]:

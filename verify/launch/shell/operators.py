@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase, translate
 
-from ckptkit.verify.launch.shell.values import MAX_CHARACTERS
+from ckptkit.verify.launch.python.values import MAX_CHARACTERS
 
 # Patterns that Python's fnmatch reads differently from bash.
 _UNSUPPORTED = re.compile(r"[?*+@!]\(|\[\[?[:.=]|\\")

@@ -188,8 +188,7 @@ class _Parser:
 
     def _while(self, line: int) -> Node:
         until = self.lexer.take(5) == "until"
-        condition = self.list_until(frozenset({"do"}))
-        return syntax.While(condition, self._loop_body(line), until, line)
+        return syntax.While(self.list_until(frozenset({"do"})), self._loop_body(line), until, line)
 
     def _case(self, line: int) -> Node:
         self.lexer.take(4)

@@ -240,13 +240,11 @@ def _lost_lines(shell: Shell) -> Iterator[Issue]:
     for words, line, file in shell.lost:
         options = [word.text for word in words if word.text.startswith("--")] or [words[0].text]
         more = f" and {len(options) - 3} more" if options[3:] else ""
-        yield Issue(
-            "a `\\` at the end of every line of the command but its last, with no blank or comment behind it",
-            f"{file or 'line'}:{line} begins with {words[0].text}: the command has ended before it, so "
-            f"{', '.join(options[:3])}{more} {'are' if options[1:] else 'is'} lost",
-            "end the line above with `\\`, without a comment in between",
-            file=file,
-        )
+        expected = "a `\\` at the end of every line of the command but its last, with no blank or comment behind it"
+        lost = f"{', '.join(options[:3])}{more} {'are' if options[1:] else 'is'} lost"
+        begins = f"{file or 'line'}:{line} begins with {words[0].text}: the command has ended before it"
+        hint = "end the line above with `\\`, without a comment in between"
+        yield Issue(expected, f"{begins}, so {lost}", hint, file=file)
 
 
 def _misspelled_arrays(shell: Shell) -> Iterator[Issue]:
@@ -254,12 +252,9 @@ def _misspelled_arrays(shell: Shell) -> Iterator[Issue]:
     arrays = [name for name, variable in shell.variables.items() if variable.array and variable.values]
     for name, file in shell.empty.items():
         if len(name) > 3 and (meant := nearest(name, arrays, 1)) is not None:
-            yield Issue(
-                f"an array that is set, such as ${{{meant}[@]}}",
-                f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer",
-                f"correct the name: {meant}",
-                file=file,
-            )
+            expected = f"an array that is set, such as ${{{meant}[@]}}"
+            actual = f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer"
+            yield Issue(expected, actual, f"correct the name: {meant}", file=file)
 
 
 def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:

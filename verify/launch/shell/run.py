@@ -279,11 +279,9 @@ def _assign(shell: Shell, assignment: syntax.Assignment) -> None:
         if any(_INDEXED.match(value.text) for value in values) or name in shell.special:
             shell.forget(name, shell.special.get(name) or f"an array with indices at {shell.place(line)}")
         else:
-            old = before.values if assignment.append and before else ()
-            shell.assign_array(name, (*old, *values))
+            shell.assign_array(name, (*(before.values if assignment.append and before else ()), *values))
         return
-    value = expand_text(shell, assignment.value)
-    value = replace(value, file=shell.file, line=line)
+    value = replace(expand_text(shell, assignment.value), file=shell.file, line=line)
     if value.gaps and value.text == value.gaps[0].source:
         value = replace(value, text=f"${{{name}}}", gaps=(Gap(f"${{{name}}}", value.gaps[0].why),))
     if assignment.index is not None or (before and before.array and name not in shell.special):
@@ -398,10 +396,7 @@ def _case(shell: Shell, node: syntax.Case, subject: ShellValue, first: int) -> O
     for number in range(first, len(node.branches)):
         patterns = [expand_text(shell, pattern, is_pattern=True) for pattern in node.branches[number][0]]
         known = subject.known and all(pattern.known for pattern in patterns)
-        results = [
-            True if pattern.text == "*" else matches(subject.text, pattern.text) if known else None
-            for pattern in patterns
-        ]
+        results = [one.text == "*" or (matches(subject.text, one.text) if known else None) for one in patterns]
         if True in results:
             return _case_branch(shell, node, subject, number)
         if None in results:
@@ -559,14 +554,9 @@ def _report_missing(shell: Shell, path: Path, name: str, line: int) -> Outcome:
     message = f"source {name}: there is no such file"
     # A file that is not near the script may be on the job's machine, or made by a command.
     if shell.errexit and not shell.guarded and path.name not in shell.written and _is_near_script(shell, path):
-        shell.issues.append(
-            Issue(
-                "a file that is there, since the script runs with `set -e`",
-                f"{shell.place(line)}: {message}, so the script ends here",
-                f"check the path {path}",
-                file=str(shell.file),
-            )
-        )
+        expected = "a file that is there, since the script runs with `set -e`"
+        actual = f"{shell.place(line)}: {message}, so the script ends here"
+        shell.issues.append(Issue(expected, actual, f"check the path {path}", file=str(shell.file)))
     shell.report(line, message)
     return "", None
 

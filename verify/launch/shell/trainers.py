@@ -22,10 +22,8 @@ _MODULE = re.compile(
 )
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate|uv|ray")
 # Commands that name a trainer without starting it.
-_MENTIONS = frozenset(
-    ["echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed"]
-)
-_RUNS_TEXT = frozenset(["bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux"])
+_MENTIONS = ("echo", "printf", "pkill", "kill", "killall", "pgrep", "grep", "ls", "cat", "cp", "mv", "rm", "sed")
+_RUNS_TEXT = ("bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux")
 _INNER = re.compile(r"(?:python[\d.]*|torchrun)\s[^\n]*(?:train\w*\.py|main_ppo)", re.DOTALL)
 # Programs that start processes, with the options that count them; None is the default of a program that uses all GPUs.
 _COUNTED = (
@@ -72,10 +70,8 @@ def _trainer_index(words: Sequence[ShellValue]) -> int | None:
 def count_processes(before: Sequence[ShellValue]) -> Word | None:
     """The number of processes that torchrun, deepspeed or accelerate starts, or None for another program or number."""
     names = [os.path.basename(word.text) for word in before]
-    launchers = (
-        (at, counts) for at, name in enumerate(names) for program, counts in _COUNTED if program.fullmatch(name)
-    )
-    at, counts = next(launchers, (0, {}))
+    programs = ((at, counts) for at, name in enumerate(names) for one, counts in _COUNTED if one.fullmatch(name))
+    at, counts = next(programs, (0, {}))
     words = [Word(one.text if one.known else _hide_value(one.text), one.file, one.line) for one in before[at + 1 :]]
     options = {one.name.replace("_", "-"): one.value.text if one.value else "" for one in options_of(words)}
     # An unknown word that is not the value of an option may be any option.

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.launch.python.values import TooMuchError
+from ckptkit.verify.launch.python.values import MAX_CHARACTERS, TooMuchError
 from ckptkit.verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.
 MAX_STEPS = 20_000
 MAX_WORDS = 20_000
-MAX_CHARACTERS = 1_000_000
 _SHOWN = 300  # of a word, for people
 _CHARACTERS_A_STEP = 500  # so that no more than 10 MB are taken apart
 MAX_DEPTH = 25
@@ -185,7 +184,7 @@ class Shell:
             self.variables[name] = Variable((), array=True)
 
     def restore(self, variables: Mapping[str, Variable | None]) -> None:
-        """Sets these variables again; None unsets one."""
+        """Sets these variables again, or unsets those with None."""
         for name, variable in variables.items():
             if variable is None:
                 self.variables.pop(name, None)

@@ -50,8 +50,7 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> 
     else:
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
         actual, hint = f"no {missing} in it", "check the path"
-    expected = "the torch_dist directory itself, which verl loads"
-    issue = path_issue(place, path, expected, actual, hint, check=check)
+    issue = path_issue(place, path, "the torch_dist directory itself, which verl loads", actual, hint, check=check)
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 

@@ -53,7 +53,7 @@ def read(launch: Launch) -> Job:
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
-    prefix = next((one for one in pretrained if not settings.lacks(f"{one}.path")), None)
+    prefix, *_ = (*[one for one in pretrained if not settings.lacks(f"{one}.path")], None)
     if megatron:
         start = _pretrained(settings, prefix) if prefix else _converted(settings)
     else:
@@ -120,8 +120,7 @@ def _pretrained(settings: Config, prefix: str) -> Side | None:
     mark = _MARKS.get(format_name)
     if mark is None:
         actual, hint = format_name or "no such setting", "set it to one of the two"
-        expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
-        issue = path_issue(place, path, expected, actual, hint, check=LOAD)
+        issue = path_issue(place, path, f"{prefix}.format that is {' or '.join(_MARKS)}", actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
     iteration, why = _iteration(path, mark)
     if iteration and (iteration / mark).exists():
@@ -129,8 +128,7 @@ def _pretrained(settings: Config, prefix: str) -> Side | None:
     actual = "no such directory" if not path.exists() else f"no {mark} in {iteration or path}"
     other = next((name for name, one in _MARKS.items() if iteration and (iteration / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
-    expected = f"an iteration with {mark}, which {format_name} requires"
-    issue = path_issue(place, path, expected, actual, hint, check=LOAD)
+    issue = path_issue(place, path, f"an iteration with {mark}, which {format_name} requires", actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
 
@@ -158,7 +156,7 @@ def _converted(settings: Config) -> Side | None:
     if not copy.exists() or settings.switch(f"{_MEGATRON}.force_reconvert_from_hf"):
         return hf_side("actor", settings, _MODEL, f"{_MODEL}, which NeMo-RL converts at the start")
     side = Side("actor", "megatron", copy, f"the copy of {_MODEL} that NeMo-RL converted before")
-    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=math.inf)
+    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=0.0) or math.inf
     files = (path for pattern in ("config.json", "*.safetensors") for path in Path(model.text).glob(pattern))
     if (newer := next((path for path in files if path.stat().st_mtime > made), None)) is None:
         return side
@@ -265,8 +263,7 @@ def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[Gp
     backend = settings.text(f"{_GENERATION}.backend")
     if backend == "megatron":
         sizes = Sizes.read(settings, f"{_GENERATION}.mcore_generation_config", _MEGATRON)
-        shares = settings.switch(f"{_GENERATION}.colocated.enabled", True)
-        sizes = replace(sizes, cp=1) if shares else sizes
+        sizes = replace(sizes, cp=1) if settings.switch(f"{_GENERATION}.colocated.enabled", True) else sizes
         yield from [sizes.group(ENGINE, gpus)] if sizes != trained else []
     elif backend:
         keys = _engine_keys(backend)

@@ -199,7 +199,7 @@ def _devices(settings: Config, worker: str) -> Gpus:
 
 
 def _visible_devices(launch: Launch) -> Iterator[Issue]:
-    """CUDA_VISIBLE_DEVICES must count from 0. Source: ROLL 8eb27cc `resource_manager.py` (allocate_placement_group)."""
+    """CUDA_VISIBLE_DEVICES must count from 0. Source: ROLL 8eb27cc `distributed/scheduler/resource_manager.py`."""
     word = launch.text.environment.get("CUDA_VISIBLE_DEVICES", UnresolvedWord(""))
     devices = word.text.replace(" ", "").split(",")
     if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():

@@ -11,12 +11,10 @@ from typing import Literal
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.launch.arguments import LaunchArguments, Server, server_of
 from ckptkit.verify.launch.options.arguments import Arguments
-from ckptkit.verify.launch.options.tables import SIZES
+from ckptkit.verify.launch.options.tables import MEGATRON_SIZES, SIZES
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, Side
 from ckptkit.verify.launch.words import Word, at_places, first_file, places_of
-
-NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}  # settings, by short name
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ class GpuGroup:
                 yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
             elif node and self.is_inside and ranks > node:
                 expected = f"engines inside a node of {node} GPUs, as data parallel ranks must be{source}"
-                hint = "choose sizes that fit on a node"
-                yield Issue(expected, f"{names} = {ranks} GPUs", hint, file=self.file)
+                yield Issue(expected, f"{names} = {ranks} GPUs", "choose sizes that fit on a node", file=self.file)
             elif node and (crossing := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
                 hint = "choose sizes that divide a node, or complete nodes"
@@ -148,7 +145,7 @@ class Sizes:
     @staticmethod
     def read(settings: Config, *prefixes: str) -> Sizes:
         """Reads each size under the first of these prefixes that has it."""
-        keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
+        keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in MEGATRON_SIZES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
         if not settings.get(keys["etp"]).known:
@@ -200,9 +197,8 @@ class RolloutEngine:
         """The engine with these sizes. `plain` is `ModelSplit.plain_experts`, `fp8` is `ModelSplit.online_fp8`."""
         sizes, cuts = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep), self.cuts
         if self.server and tp > 1:
-            cuts = (
-                ModelSplit(ENGINE, self.server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8),
-            )
+            split = ModelSplit(ENGINE, self.server, tp, asked_by, ep or 1, None, tp, plain, online_fp8=fp8)
+            cuts = (split,)
         return replace(self, sizes=sizes, cuts=cuts)
 
 
@@ -296,10 +292,7 @@ class _OptionSizes:
             yield self.issue(expected, actual, hint)
 
     def rollout_number(self) -> Iterator[Issue]:
-        """A missing number of GPUs for separate engines: slime and miles add None to the trainer's GPUs, and stop.
-
-        With 0 slime starts a router only, and miles waits for engines that it never starts.
-        """
+        """No GPUs for separate engines: slime and miles stop. With 0 slime starts only a router, and miles waits."""
         name = "rollout_num_gpus"
         is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
         if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
@@ -307,10 +300,7 @@ class _OptionSizes:
             yield self.given.issue((name, *_JOB), "--rollout-num-gpus above 0 without --colocate", hint)
 
     def engines(self) -> Iterator[GpuGroup]:
-        """The rollout's GPUs on nodes of `num_gpus_per_node`, from which slime and miles compute an engine's node.
-
-        vime uses the trainer's number instead if they share GPUs.
-        """
+        """The rollout's GPUs, on nodes of `num_gpus_per_node` GPUs; for vime of the trainer's number if they share."""
         given, total, name = self.given, self._rollout(), _ENGINE[0]
         first = 0 if self.shares_nodes or given.value("debug_rollout_only") else self.world
         is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))

@@ -53,11 +53,9 @@ from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, known_
 # Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
 _RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})
 # The options that mark a launch of slime, miles or vime.
-_TRAINERS = frozenset(
-    {
-        *("rollout_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"),
-        *("n_samples_per_prompt", "num_rollout", "advantage_estimator"),
-    }
+_TRAINERS = (
+    *("rollout_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"),
+    *("n_samples_per_prompt", "num_rollout", "advantage_estimator"),
 )
 
 
@@ -110,7 +108,7 @@ def _first_words(text: LaunchText) -> dict[str, Word]:
 def _combinations(text: LaunchText, paths: _Paths, sides: Sequence[Side]) -> tuple[Issue, ...] | None:
     """Options that conflict. slime checks them before it reads --custom-config-path."""
     given = parse_arguments(text.words)
-    if _TRAINERS.isdisjoint(given.values):
+    if given.values.keys().isdisjoint(_TRAINERS):
         return None
     config, is_miles = engine_config(paths.hf) if paths.hf else {}, _is_miles(text)
     trained = [side.path for side in sides if side.role == "actor" and side.is_trained and side.path]
@@ -125,8 +123,7 @@ def _is_miles(text: LaunchText) -> bool:
     if "miles" in text.program.split("/")[:-1]:
         return True
     miles, *others = (names(one).every for one in ("miles", "slime", "megatron-lm", "sglang-router"))
-    given = {one.name.removeprefix("--") for one in options_of(text.words)}
-    return not given.isdisjoint(miles.difference(*others))
+    return not miles.difference(*others).isdisjoint(one.name.removeprefix("--") for one in options_of(text.words))
 
 
 STACK = Stack(
@@ -181,8 +178,7 @@ def _iteration(name: str, word: Word) -> int:
 
 def _role_files(words: Sequence[Word]) -> _RoleFiles:
     """The existing files of settings of a launch. Raises CkptkitError for one that cannot be read."""
-    options = options_of(words)
-    given = {name: last(options, name) for name in (_CUSTOM, _MEGATRON)}
+    given = {name: last(options_of(words), name) for name in (_CUSTOM, _MEGATRON)}
     paths = {name: Path(option.value.text) for name, option in given.items() if option and option.value}
     files = {name: path for name, path in paths.items() if path.is_file()}  # `_unread` lists missing ones
     common = _settings(read_yaml(files[_CUSTOM])) if _CUSTOM in files else {}
@@ -356,8 +352,7 @@ def _side_of_file(paths: _Paths, role: str, name: str, option: str, step: int | 
     word = files.get(owner, name)
     if word is None or (role == "critic" and "critic" not in files.roles):
         return None
-    ref_step = files.step(owner, "ref_ckpt_step") if role == "reference" else None
-    steps = [ref_step, files.step(owner, "ckpt_step"), step]
+    steps = [files.step(owner, "ref_ckpt_step") if role == "reference" else None, files.step(owner, "ckpt_step"), step]
     side = _trainer(role, option, Path(word.text), next((one for one in steps if one is not None), None), paths.mode)
     return replace(side, why=f"{side.why} ({name} at {word.place})")
 
@@ -445,8 +440,7 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} to load that iteration"
     actual = f"release, which Megatron loads in spite of --ckpt-step {step}"
     issue = path_issue("--ckpt-step", root / TRACKER, "a tracker with an iteration", actual, hint, "warning")
-    issues = (issue,) if option == "--load" else ()
-    return Side(role, "megatron", path, f"{why}, so step {step} has no effect", issues)
+    return Side(role, "megatron", path, f"{why}, so step {step} has no effect", (issue,) if option == "--load" else ())
 
 
 def _takes_step(root: Path) -> bool:
@@ -499,8 +493,7 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator
 
 
 def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> PathIssue:
-    verl = _VERL if (path / ".metadata").exists() else ""
-    hint = f"give its parent: {option} {path.parent}{step}{verl}"
+    hint = f"give its parent: {option} {path.parent}{step}{_VERL if (path / '.metadata').exists() else ''}"
     return path_issue(option, path, expected, "an iteration directory, which has no tracker", hint)
 
 
@@ -584,8 +577,8 @@ def _batches(given: Arguments) -> Iterator[Issue]:
     oversampled = given.value("over_sampling_batch_size")
     if oversampled and prompts and oversampled < prompts:
         expected = "over_sampling_batch_size of at least rollout_batch_size"
-        pair = ("over_sampling_batch_size", "rollout_batch_size")
-        yield given.issue(pair, expected, "the trainer stops: change one of them")
+        hint = "the trainer stops: change one of them"
+        yield given.issue(("over_sampling_batch_size", "rollout_batch_size"), expected, hint)
 
 
 def _micro_batches(given: Arguments) -> Iterator[Issue]:
@@ -667,10 +660,7 @@ def _raw(given: Arguments, config: Mapping[str, Any]) -> Iterator[Issue]:
 
 
 def _sequence(given: Arguments, config: Mapping[str, Any], is_miles: bool) -> Iterator[Issue]:
-    """--allgather-cp splits tokens into contiguous parts. Only DeepSeek's sparse attention, or miles, supports them.
-
-    Older slime silently scrambled the tokens.
-    """
+    """--allgather-cp splits tokens contiguously, for miles and sparse attention only. Older slime scrambled them."""
     ranks, is_sparse = given.value("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):

@@ -22,20 +22,12 @@ from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.launch.arguments import LaunchArguments, Server
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.speculative import Speculation, speculation_from_settings
+from ckptkit.verify.launch.options.tables import MEGATRON_SIZES
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides, torch_dist_side
-from ckptkit.verify.launch.stacks.sizes import (
-    NAMES,
-    GpuGroup,
-    GpuPlacement,
-    Gpus,
-    ModelSplit,
-    RolloutEngine,
-    Sizes,
-    cite_all,
-)
+from ckptkit.verify.launch.stacks.sizes import GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, cite_all
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -84,8 +76,7 @@ def read(launch: Launch) -> Job:
     engine = _rollout(settings, gpus)
     sizes = dict.fromkeys((*roles, ENGINE), engine.sizes)
     for role, size in megatron_sizes.items():
-        prefix = f"{prefixes[role][-1]}.override_transformer_config"
-        sizes[role] = size.arguments(engine.sizes, settings, prefix)
+        sizes[role] = size.arguments(engine.sizes, settings, f"{prefixes[role][-1]}.override_transformer_config")
     differences = tuple(_size_differences(settings, roles)) if megatron else ()
     settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
@@ -120,8 +111,7 @@ def _combinations(launch: Launch, settings: Config, megatron: bool) -> tuple[Iss
     if program and not _MAIN_PPO.fullmatch(program):
         return None
     key, mode, issues = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode", list(_adapter_issues(settings))
-    resumes = settings.get(mode).known and settings.text(mode, "auto") == "auto"
-    if not megatron and settings.is_on(key) and resumes:
+    if not megatron and settings.is_on(key) and settings.get(mode).known and settings.text(mode, "auto") == "auto":
         hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
         issues.append(settings.issue((key,), f"{key}=False without Megatron", hint, "warning"))
     return tuple(issues)
@@ -227,11 +217,10 @@ def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
         return None
     if settings.switch(switch):
         if word is None:
-            place = settings.cite(switch)
-            issue = path_issue(place, Path(), f"{key} with it", "no such setting", f"give {key}", check=check)
+            expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
+            issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, check=check)
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
-        why = f"verl loads the directory of {key}"
-        return torch_dist_side(role, settings.cite(key), Path(word.text), why, check)
+        return torch_dist_side(role, settings.cite(key), Path(word.text), f"verl loads the directory of {key}", check)
     side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
         return side
@@ -269,9 +258,9 @@ def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron:
 def _size_differences(settings: Config, roles: Sequence[str]) -> Iterator[Issue]:
     """Sizes of reference and critic that Megatron ignores, as it makes its groups once, for the first role."""
     for role in roles[1:]:
-        for name in NAMES.values():
+        for short, name in MEGATRON_SIZES.items():
             key, actor_key = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
-            default = None if name in (NAMES["etp"], NAMES["vpp"]) else 1
+            default = None if short in ("etp", "vpp") else 1
             if not settings.has(key) and role == "reference":
                 continue
             size, actor_size = settings.size(key, default), settings.size(actor_key, default)

@@ -106,8 +106,8 @@ def _require_agreement(job: Job, launch: Launch) -> Job:
     given = launch.options
     if not job.stack.one_model:
         if given.ckpt_step is not None:
-            message = f"--ckpt-step cannot be used with settings of {job.stack.name}"
-            raise CkptkitError(message, "give the step in the settings")
+            hint = "give the step in the settings"
+            raise CkptkitError(f"--ckpt-step cannot be used with settings of {job.stack.name}", hint)
         _require_same_checkpoint(job, "--load", given.load, "actor")
         _require_same_checkpoint(job, "--ref-load", given.ref_load, "reference")
     for name, size in given.sizes.items():
@@ -129,8 +129,7 @@ def _require_same_checkpoint(job: Job, option: str, path: Path | None, role: str
 
 def _settings_file(words: Sequence[Word]) -> _SettingsFile:
     """The file of settings in `--config-path`, `--config-name` or `--config`."""
-    options = options_of(words)
-    given = (last(options, *names) for names in (_FOLDER, _NAME, _FILE))
+    given = (last(options_of(words), *names) for names in (_FOLDER, _NAME, _FILE))
     folder, name, file = (option.value.text if option and option.value else "" for option in given)
     if not (name or file):
         return _SettingsFile()
