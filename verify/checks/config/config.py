@@ -257,7 +257,10 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def class_default(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> Any:
-    """The default of a key for which another config has `value`, or UNKNOWN if it is computed (usually None)."""
+    """The default of a key for which another config has `value`, or UNKNOWN if it is computed.
+
+    A default of None is computed from other keys, except for a switch or a factor, which are off.
+    """
     if find_spec("transformers") is None:
         return UNKNOWN
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -278,7 +281,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
     """The key in `here` behind each argument that differs, its value there and its value here, if it is a single key.
 
     A key counts if changing only its value gives `here` the argument of `there`: the argument itself as the value of a
-    number (the two may entry_for it differently), or the value of the same key in `there`.
+    number (under a key that `there` may spell differently), or the value of the same key in `there`.
     """
     own, others, expected, actual = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
     changed = {path: others.get(path) for path in {**own, **others} if own.get(path) != others.get(path)}
