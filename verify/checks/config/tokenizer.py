@@ -154,9 +154,10 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if answer is None or answer.refused:  # also because of config.json, which CK541 judges
         raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
     tally.compared(answer.texts)
-    name = f"no tokenizer_class, under model_type {side.config.get('model_type')!r}"
     if declared := side.tokenizer_config.get("tokenizer_class"):
         name = f"tokenizer_class {declared!r}"
+    else:
+        name = f"no tokenizer_class, under model_type {side.config.get('model_type')!r}"
     source, files = source_side(subject) if subject.source_path else None, (TOKENIZER, TOKENIZER_CONFIG)
     is_same = source is not None and all(source.content(file) == side.content(file) for file in files)
     if answer.ids:
