@@ -314,17 +314,15 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             others, _ = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0]
             expected_dtype, file = f"{others}, as in the other layers", file_of_tensor(subject, odd[0])
             yield Issue(expected_dtype, specs[odd[0]].dtype, names=odd, file=file)
-        file = file_of_tensor(subject, names[0])
         if names[0] in expected.fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
-            yield Issue("float32", usual, hint, names=names, file=file, severity="warning")
+            yield Issue("float32", usual, hint, names=names, file=file_of_tensor(subject, names[0]), severity="warning")
         # A norm that Megatron stores less one is written in the next wider dtype, to lose nothing.
-        # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
         upcast = usual == "float64" and names[0] in expected.upcast
         if names[0] in expected.indices:
             if usual not in _INDICES:
                 hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
-                yield Issue("int64", usual, hint, names=names, file=file)
+                yield Issue("int64", usual, hint, names=names, file=file_of_tensor(subject, names[0]))
             continue
         if (
             usual not in COMPUTED
@@ -334,7 +332,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and names[0] not in undeclared_of(subject)  # CK104 reports these
             and not (usual in _EIGHT_BITS and may_have_codes)
         ):
-            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file)
+            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file_of_tensor(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
 
 
