@@ -106,7 +106,6 @@ def _renamed(
     left = [names for names in group_by_pattern(extra) if all(name in values.stats for name in names)]
     if not left or not lost:
         return
-        return
     stats, source = values.stats, source_as_hf(subject, subject.checkpoint.specs)
     here = {name: spec.shape for name, spec in as_hf_view(subject.checkpoint, subject.path, source.specs).specs.items()}
     for names in group_by_pattern(lost):
