@@ -70,9 +70,10 @@ def packed_weights(
     subject: Subject, *, may_be_empty: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
     """Config, specs and format. Raises NotApplicable if no group packs integers, CannotCheck if nothing is packed."""
-    config, specs = config_of(subject), subject.checkpoint.specs
+    config = config_of(subject)
     if (form := int4_format_of(config)) is None:
         raise NotApplicable("quantization_config describes no packed integer weights, the only ones that it checks")
+    specs = subject.checkpoint.specs
     if not may_be_empty and not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     return config, specs, form
