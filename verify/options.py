@@ -91,7 +91,10 @@ _MEGATRON = {one.name for one in fields(MegatronOptions)}
 
 
 def verify_options(**options: Any) -> VerifyOptions:
-    """Makes VerifyOptions of its fields and those of MegatronOptions, of any type. Raises TypeError for others."""
+    """Makes VerifyOptions of its fields and those of MegatronOptions, with paths as strings and lists of any type.
+
+    Raises UsageError as `VerifyOptions`, and TypeError for another option.
+    """
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):
