@@ -350,7 +350,7 @@ def _why_unpacked(engine: EngineFacts, name: str, config: Mapping[str, Any]) -> 
             f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
         )
     if name.endswith(INT4_ENDINGS):
-        return f"{engine.label} builds {module} unquantized: store it unquantized, and list it in ignore"
+        return f"{engine.label} builds {module} unquantized: store it so and list it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
         return (
             f"{engine.label} builds {module} quantized: pack it, or ignore it by a regex that also matches the fused "
@@ -367,7 +367,7 @@ def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
             "quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
         )
     module = name.rpartition(".")[0]
-    return f"{engine.label} builds {module} without FP8: store it in BF16, and list it in modules_to_not_convert"
+    return f"{engine.label} builds {module} without FP8: use BF16, and list it in config.json (modules_to_not_convert)"
 
 
 def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
