@@ -21,17 +21,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.verify.core.check import (
-    CannotCheck,
-    Issue,
-    NotApplicable,
-    Subject,
-    Tally,
-    check,
-    once,
-    only_if,
-    warning_if,
-)
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if, warning_if
 from ckptkit.verify.evidence.compare import compare
 from ckptkit.verify.evidence.folding import EXPERT
 from ckptkit.verify.evidence.plain import plain
@@ -86,8 +76,7 @@ def _has_base(subject: Subject) -> bool:
     return subject.source_path is not None and not _given_adapter(subject)
 
 
-_NO_BASE = "no base model was given as --source"
-_needs_base = only_if(_has_base, _NO_BASE)
+_needs_base = only_if(_has_base, "no base model was given as --source")
 
 
 @check("CK131", gate=True)
@@ -109,8 +98,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
     if not pairs:
-        actual = "the adapter has no lora_A and no lora_B, and changes nothing"
-        yield Issue("factors lora_A and lora_B", actual, _AGAIN)
+        yield Issue("factors lora_A and lora_B", "the adapter has no lora_A and no lora_B, and changes nothing", _AGAIN)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
@@ -138,8 +126,8 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         report, why = None, "transformers has no class for the base, only code of the base itself"
     if report is None and "transformers" in subject.against:
         raise CannotCheck(f"PEFT did not run, so the adapter was not judged: {why}")
-    if not _has_base(subject) and isinstance(asked, str):
-        raise NotApplicable(_NO_BASE)
+    if isinstance(asked, str):
+        _needs_base(subject)
     tally.compared(len(files.specs))
     judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
     if report is not None:

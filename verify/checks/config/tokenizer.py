@@ -73,8 +73,7 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            beyond = sum(number >= rows for number in ids.values())
-            actual = f"{token!r} has id {largest}; ids without a row: {beyond}"
+            actual = f"{token!r} has id {largest}; ids without a row: {sum(number >= rows for number in ids.values())}"
             yield Issue(f"ids below {rows}, the rows of the embedding", actual, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
@@ -173,8 +172,7 @@ def _has_two_files(subject: Subject) -> None:
     if not (side.root / "config.json").exists():
         raise NotApplicable("there is no config.json next to it")
     with suppress(CkptkitError):
-        tokens = side.has_vocabulary and any(map(side.special, _KINDS))
-        if not tokens and not lexists(side.root / GENERATION):
+        if not (side.has_vocabulary and any(map(side.special, _KINDS))) and not lexists(side.root / GENERATION):
             raise NotApplicable("only config.json defines special tokens")
 
 

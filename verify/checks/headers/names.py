@@ -23,7 +23,7 @@ from ckptkit.formats.hf.side_files import describe_quantization
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
 from ckptkit.verify.checks.headers.files import names_of, only_hf
 from ckptkit.verify.checks.headers.renamed import renamed_of
-from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
+from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_of
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
@@ -73,7 +73,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         yield Issue(should, change.change, change.hint, names=change.stored, file=where, as_one=True)
     if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
-        yield undeclared_issue(undeclared)
+        floats = f"{len(undeclared)} weights are stored in 8-bit floats with scales"
+        should, actual = "quantization_config in config.json", f"missing, but {floats}: readers use codes as values"
+        hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
+        yield Issue(should, actual, hint, names=undeclared, file="config.json", as_one=True)
     known |= in_second_format(subject)
     config = config_or_none(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
@@ -99,11 +102,8 @@ def _verdict(
     """Expected, actual and hint for a name that is missing from headers, index or config."""
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
-            return (
-                "no packed tensor, by config.json",
-                "stored, and not packed by config.json",
-                f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again",
-            )
+            hint = f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again"
+            return "no packed tensor, by config.json", "stored, and not packed by config.json", hint
         if CACHE_SCALE.fullmatch(name):
             return (
                 "no scale of a quantized cache, by config.json",
@@ -128,19 +128,18 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         return
     config = raw_config_of(subject)
     family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
-    rename = f"rename the tensors to {spelling.expected}* (and in the index)"
     if spelling.renamed_on_load:
         user = "the multimodal class uses"
         hint = "transformers and newer releases of vLLM rename them on loading, SGLang does not: take config.json "
-        hint += f"of the multimodal release with its vision tower, or {rename}"
+        hint += "of the multimodal release with its vision tower"
     elif not family.towers(config):
-        user, hint = "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
+        user, hint = "a multimodal class uses", "take config.json of the multimodal release"
     elif spelling.found == "model.":
-        user, hint = "a language model's class uses", f"take config.json of the language model, or {rename}"
+        user, hint = "a language model's class uses", "take config.json of the language model"
     else:
         user = "transformers uses internally since 4.52"
-        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
-        hint += rename
+        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True"
+    hint += f", or rename the tensors to {spelling.expected}* (and in the index)"
     expected = f"{spelling.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
     actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed_on_load)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
@@ -265,11 +264,10 @@ def _has_tower(subject: Subject) -> None:
     only_hf(subject)
     try:
         config = raw_config_of(subject)
-        towers = family_of(config).towers(config)
+        if not family_of(config).towers(config):
+            raise NotApplicable("the class of config.json is a language model without a tower")
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
-    if not towers:
-        raise NotApplicable("the class of config.json is a language model without a tower")
 
 
 @check("CK730", applies_to=_has_tower)
@@ -280,8 +278,7 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):
         raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
-    name = family_of(config).class_of(config)
-    expected = f"stored, since SGLang, vLLM and transformers build it for {name}"
+    expected = f"stored, since SGLang, vLLM and transformers build it for {family_of(config).class_of(config)}"
     yield Issue(expected, "in no shard", names=lost_towers(config, names))
 
 

@@ -82,8 +82,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
     fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.loader_files if file not in records]
-    without = f"; no record of {summarize(unknown)}" if unknown else ""
-    tally.facts[DOWNLOAD] = [fact + without]
+    tally.facts[DOWNLOAD] = [fact + (f"; no record of {summarize(unknown)}" if unknown else "")]
 
 
 def _compare(hashes: Mapping[str, FileHash]) -> dict[str, bool]:

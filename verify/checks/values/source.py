@@ -38,11 +38,9 @@ from ckptkit.verify.evidence.reading import Values, as_hf_view, read_values, sou
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # The share of tensors, and of their kinds, that differ from another model; and the number of kinds of one block.
 _MOST, _FEW = 0.9, 3
-_COUNTER = "num_batches_tracked"
 # The share of a matrix's rows that training may replace; in the vocabulary, those of unused tokens.
 _NEW_ROWS, _NEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
-
 _WHY_NOT = "values may differ from the source's with --trained (CK216)"
 values_kept = only_if(lambda subject: not subject.options.trained, _WHY_NOT)
 
@@ -266,8 +264,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         is_legal = {before, after} <= _FLOATS and not (is_state and ITEMSIZE[after] < ITEMSIZE[before])
         for names in group_by_pattern(group):
             lost = ", {} distinct values became {} in {}".format(*values.differences[names[0]].distinct, names[0])
-            actual = after + lost * (is_state and not is_legal)
-            yield Issue(before, actual, names=names, severity=warning_if(is_legal))
+            yield Issue(before, after + lost * (is_state and not is_legal), names=names, severity=warning_if(is_legal))
 
 
 _was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
@@ -292,7 +289,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for name, one in left.items()
         if name in indices
         or name.endswith("inv_freq")
-        or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
+        or not (has_codes or name.endswith("num_batches_tracked") or one.source.dtype in _FLOATS)
     ]
     hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
     yield Issue("the source's values, which training does not change", "other values", hint, names=names)

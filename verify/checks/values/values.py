@@ -145,11 +145,9 @@ def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequenc
     for name in constant:
         number, same = values[name].low, pattern_of(name) not in varied
         if not name.endswith("bias") and _NORM.search(name):
-            around_zero = offset and not name.endswith(_PLAIN_NORM)
-            initial = number == 1 or (number == 0 and around_zero and same and untrained)
+            initial = number == 1 or (number == 0 and offset and not name.endswith(_PLAIN_NORM) and same and untrained)
         elif _is_vector(name, values[name]):
-            bias = number == 0 and name.endswith("bias") and name not in expected.fp32
-            initial = same and (untrained or bias)
+            initial = same and (untrained or (number == 0 and name.endswith("bias") and name not in expected.fp32))
         else:
             initial = same and untrained and any(known.is_about(name, config) for known in filled)
         if initial:
@@ -235,8 +233,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
-        expected = f"the bytes of {embedding}: tie_word_embeddings is true"
-        yield Issue(expected, "different bytes", names=[head])
+        yield Issue(f"the bytes of {embedding}: tie_word_embeddings is true", "different bytes", names=[head])
 
 
 # Layers of trained models differ in size by less than 10 times; a lost or repeated scale gives 100 and more.
@@ -306,8 +303,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
         rows = specs[name].shape[0] - shape[0]
         tally.compared()
         with suppress(CkptkitError):  # CK201 reports a tensor that cannot be read
-            filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
-            if filled:
+            if rows > 0 and (filled := int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum())):
                 actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
                 yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
 
