@@ -18,8 +18,6 @@ from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
 from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
-_ROUTER_BIAS = ".router.expert_bias"
-
 
 @once
 def stages_held(subject: Subject) -> Stages:
@@ -71,11 +69,10 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
-    expected = "on disk, because Megatron requests it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(requests):
         by = format_ranks(rank for name in names for rank in requests[name])
-        yield Issue(expected, "not on disk", hint, names=names, rank=by)
+        yield Issue("on disk, because Megatron requests it", "not on disk", hint, names=names, rank=by)
     if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
@@ -100,7 +97,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
     # Megatron updates biases of routers in float32.
-    narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
+    narrow = [one for one in seen if one[1].name.endswith(".router.expert_bias") and one[1].dtype != "float32"]
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
     hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
     names = sorted({tensor.name for _, tensor in narrow})
@@ -136,20 +133,14 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-
-
 _all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
 
 
 @check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
-    asked = by_key(
-        (key, box)
-        for report in require_finished(subject).reports
-        for key, boxes in report.asked.items()
-        for box in boxes
-    )
+    reports = require_finished(subject).reports
+    asked = by_key((key, box) for report in reports for key, boxes in report.asked.items() for box in boxes)
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 reports it
