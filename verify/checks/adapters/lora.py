@@ -32,7 +32,6 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 _AGAIN = "export the adapter again from the run"
 _AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-_WITNESS = "ckptkit.verify.witnesses.reference.adapter"
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT reads, and that `--merge` does not apply
 
 
@@ -65,7 +64,7 @@ def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
     if _given_adapter(subject) or not (base and isinstance(base, str) and os.path.isfile(f"{base}/config.json")):
         return "its base is not known: give it as --source"
     job = NamesJob(without_quantization(read_config(Path(base))), list(files.specs.values()), adapter=files.config)
-    return ask_meanwhile(job, _WITNESS, NamesReport, START_S)
+    return ask_meanwhile(job, "ckptkit.verify.witnesses.reference.adapter", NamesReport, START_S)
 
 
 def _given_adapter(subject: Subject) -> bool:

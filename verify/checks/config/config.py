@@ -37,13 +37,10 @@ _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
 UNKNOWN: Final = "not there"
+_has_arguments = only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments")
 
 
-@check(
-    "CK701",
-    preflight=True,
-    applies_to=only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
-)
+@check("CK701", preflight=True, applies_to=_has_arguments)
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config; absent arguments have Megatron's defaults."""
     config = require_config(subject)
@@ -158,9 +155,8 @@ def _key_differences(
 def is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
     """Whether no mistake in a config explains the difference: another width, or another type and other sizes."""
     one, other = dims_of(here), dims_of(there)
-    same_type = here.get("model_type") == there.get("model_type")
     same_sizes = (one.layers, one.experts, one.groups) == (other.layers, other.experts, other.groups)
-    return one.hidden != other.hidden or not (same_type or same_sizes)
+    return one.hidden != other.hidden or (here.get("model_type") != there.get("model_type") and not same_sizes)
 
 
 def describe_model(config: Mapping[str, Any]) -> str:
@@ -291,8 +287,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
         right, wrong = expected.get(name), actual.get(name)
         if right == wrong:
             continue
-        numbers = {path: value for path, value in own.items() if {type(value), type(wrong)} <= {int, float}}
-        equal = [path for path, value in numbers.items() if value == wrong]
+        equal = [path for path, value in own.items() if {type(value), type(wrong)} <= {int, float} and value == wrong]
         tried = [*((path, right, _args_or_none(with_value(here, path, right))) for path in equal), *exchanged]
         for path, value, args in tried:
             if args is not None and args.get(name) == right:

@@ -20,6 +20,11 @@ from ckptkit.verify.evidence.side.texts import TextJob, ask_library
 from ckptkit.verify.evidence.side.tokenizers import ONLY_NEW
 from ckptkit.verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
 
+_KINDS = ("eos", "pad", "bos")
+# Beginnings of the names of classes that build their own pre-tokenizer and decoder, and whether these are of bytes.
+# Source: transformers 5.12, `__init__` of each.
+_OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
+
 
 def side_of(subject: Subject) -> SideFiles:
     """The files next to the weights; for Megatron, those of its HF directory."""
@@ -121,11 +126,6 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, "no tokenizer file", hint, severity=severity)
 
 
-# Beginnings of the names of classes that build their own pre-tokenizer and decoder, and whether these are of bytes.
-# Source: transformers 5.12, `__init__` of each.
-_OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
-
-
 def _class_may_differ(subject: Subject) -> None:
     """Selects tokenizers that transformers' class may read differently, since the comparison takes seconds."""
     side = side_of(subject)
@@ -162,9 +162,6 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if answer.ids:
         expected, actual = f"a class that uses {TOKENIZER} without changes", f"{name}: {answer.ids} in {TOKENIZER}"
         yield Issue(expected, actual, file=side.root / TOKENIZER_CONFIG, severity=warning_if(is_same))
-
-
-_KINDS = ("eos", "pad", "bos")
 
 
 def _has_two_files(subject: Subject) -> None:

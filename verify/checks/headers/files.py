@@ -49,6 +49,12 @@ _ADAPTER_NAMES = (
     *(".adapter.linear_in.", ".adapter.linear_out.", ".adapter.adapter_"),
 )
 _WRAPPER = "base_model.model."
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+# Float32 state of linear attention and Mamba mixers that releases store in bfloat16 (Qwen3-Next, Qwen3.5's dt_bias,
+# Nemotron 3).
+_ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
+_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
+_INDICES = ("int64", "int32")
 
 only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
 
@@ -266,24 +272,15 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if (root / file).exists():
             yield Issue("weights with every adapter merged", f"{file} is next to them", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
-        tally.note(
-            f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base: `ckptkit verify {root} "
-            f"--source BASE --adapter {root / _BELOW}` checks whether it is merged into these weights"
-        )
+        adapter = f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base"
+        command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
+        tally.note(f"{adapter}: {command} checks whether it is merged into these weights")
     every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
     odd = [name for name in every if any(part in name for part in parts)] if any(map(text.__contains__, parts)) else []
     yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, as_one=True)
-
-
-_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
-# Float32 state of linear attention and Mamba mixers that releases store in bfloat16 (Qwen3-Next, Qwen3.5's dt_bias,
-# Nemotron 3).
-_ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
-_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
-_INDICES = ("int64", "int32")
 
 
 @check("CK107", explained_by=("CK203",))

@@ -38,6 +38,28 @@ from ckptkit.verify.evidence.expected import (
 from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
 
+# All weights in Mistral's own format, which it publishes next to the shards with HF's names.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_EXPECTED = "only files that the index names"
+_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
+_AGAIN = "convert or download it again; loading leaves it random"
+_NAME_ITS_CLASS = "name the class of this value, reward or classification model in architectures"
+# Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
+_HEAD = re.compile(
+    r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
+)
+_OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
+_TOWER = re.compile(
+    r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
+)
+_MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_KIND_KEYS = (
+    *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "moe_layers_enum"),
+    *("mlp_layer_types", "layer_types", "hybrid_override_pattern"),
+)
+
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -193,12 +215,6 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
         yield Issue("present in the other experts", "missing", names=lost)
 
 
-# All weights in Mistral's own format, which it publishes next to the shards with HF's names.
-_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
-_EXPECTED = "only files that the index names"
-_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
-
-
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors in two shards, and weight files that the index does not name."""
     index = files.index or {}
@@ -282,24 +298,6 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue(expected, "in no shard", names=lost_towers(config, names))
 
 
-_AGAIN = "convert or download it again; loading leaves it random"
-# Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
-_HEAD = re.compile(
-    r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
-)
-_OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
-_TOWER = re.compile(
-    r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
-)
-_MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
-_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-_KIND_KEYS = (
-    *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "moe_layers_enum"),
-    *("mlp_layer_types", "layer_types", "hybrid_override_pattern"),
-)
-
-
 @dataclass(frozen=True)
 class Mismatch:
     """A usable config.json and the names of all tensors, stored or listed."""
@@ -343,10 +341,7 @@ class Mismatch:
         """The hint for a tensor that config.json does not promise."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if _HEAD.fullmatch(name):
-            return (
-                f"{self._class} has no such head: name the class of this value, reward or classification model in "
-                "architectures, or save only its language model"
-            )
+            return f"{self._class} has no such head: {_NAME_ITS_CLASS}, or save only its language model"
         if _TOWER.match(name):
             return f"{self._class} has no such part: take config.json of the multimodal release, or leave these out"
         if self._is_mtp(name):
@@ -368,23 +363,16 @@ class Mismatch:
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if name.endswith(_OUTPUT) and layer is None:
             if (head := next((name for name in self.names if _HEAD.fullmatch(name)), None)) is not None:
-                return (
-                    f"{head} is stored instead: name the class of this value, reward or classification model in "
-                    f"architectures, which has {self._class}"
-                )
-            return (
-                f"{self._stated('tie_word_embeddings')}: set it to true if the output layer is the embedding, else "
-                "convert or download the tensor again"
-            )
+                return f"{head} is stored instead: {_NAME_ITS_CLASS}, which has {self._class}"
+            fix = "set it to true if the output layer is the embedding, else convert or download the tensor again"
+            return f"{self._stated('tie_word_embeddings')}: {fix}"
         numbered = MTP_LAYER.match(name) is not None or (layer is not None and layer >= dims.layers)
         if numbered and not any(map(self._is_mtp, self.names)):
             return f"{self._stated(*_MTP_KEYS)}, and no such layer is stored: set it to 0, or {_AGAIN}"
         if layer is not None and not numbered and layer > max(self._layers, default=-1):
             stored = max(self._layers, default=-1) + 1
-            return (
-                f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: convert or download the others "
-                "again, or restore config.json"
-            )
+            fix = "convert or download the others again, or restore config.json"
+            return f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: {fix}"
         if expert and int(expert[1]) >= self._experts > 0:
             return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
         return _AGAIN

@@ -47,6 +47,11 @@ from ckptkit.verify.evidence.rounding import keeps_scales, names_grid
 
 _NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
+# The scales of a cache, as named in compressed-tensors, ModelOpt and AutoFP8.
+_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
+_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
+_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_SILENT = "transformers computes with uninitialized memory"
 
 
 def require_quantized(subject: Subject) -> None:
@@ -258,13 +263,6 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if signed and (negative := sum(scale.negative for scale in scales)):
         values = sum(scale.values for scale in scales)
         tally.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
-
-
-# The names in compressed-tensors, ModelOpt and AutoFP8.
-_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
-_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
-_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
-_SILENT = "transformers computes with uninitialized memory"
 
 
 def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:

@@ -17,6 +17,9 @@ from ckptkit.verify.checks.headers.files import file_of_tensor
 from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
+DOWNLOAD = "download"  # the fact about the origin of the files
+_SLACK_S = 1  # as in the client, since times of files are not exact
+_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 _has_manifest = only_if(lambda subject: subject.options.manifest, "no --manifest was given")
 
 
@@ -46,11 +49,6 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "remove it, or make a new manifest if it belongs to the checkpoint"
         actual = "the manifest has no file of this name, and loaders read it"
         yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
-
-
-DOWNLOAD = "download"  # the fact about the origin of the files
-_SLACK_S = 1  # as in the client, since times of files are not exact
-_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 
 
 @check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))

@@ -16,6 +16,7 @@ from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_mas
 # Arguments that keep weights in fewer bits than the saved ones, which then do not follow from masters by rounding.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _ADAM = ("exp_avg", "exp_avg_sq")
+_Problem = tuple[str, str, Collection[str]]
 SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
 AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not checked"
 
@@ -104,9 +105,6 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     covered = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
     if covered < elements and not state.opaque and not state.by_weight:  # only buckets have the state
         yield Issue(f"state of {elements} elements of weights", f"of {covered}", frozen, file=where, severity="warning")
-
-
-_Problem = tuple[str, str, Collection[str]]
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:

@@ -43,6 +43,7 @@ _NEW_ROWS, _NEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
 _WHY_NOT = "values may differ from the source's with --trained (CK216)"
 values_kept = only_if(lambda subject: not subject.options.trained, _WHY_NOT)
+_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
 
 
 @check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
@@ -265,9 +266,6 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for names in group_by_pattern(group):
             lost = ", {} distinct values became {} in {}".format(*values.differences[names[0]].distinct, names[0])
             yield Issue(before, after + lost * (is_state and not is_legal), names=names, severity=warning_if(is_legal))
-
-
-_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
 
 
 @check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)

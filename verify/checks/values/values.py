@@ -60,6 +60,9 @@ _NONE_READ = "not run because no tensor can be read"
 # Parts of quantized weights in addition to the codes.
 PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
 _SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
+# mergekit writes it next to the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
+_MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
+_has_tables = only_if(lambda subject: _with_field(subject, "indices"), "the model has no table of experts")
 
 
 def require_some(tally: Tally, names: Sized, reason: str = _NONE_READ, *because: str) -> None:
@@ -187,10 +190,6 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
             text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
         severity = warning_if(is_same)
         yield Issue("different bytes in each layer and expert", text, hint, one.names, severity=severity, as_one=True)
-
-
-# mergekit writes it next to the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
-_MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
 
 
 def _layer_origins(root: Path) -> Sequence[tuple[str, int]]:
@@ -335,9 +334,6 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "compare with the release: unless it has the same, they were rounded to bfloat16 and stored as float32 again"
     coarse = [name for name, one in biases.items() if one.coarse and not one.constant and name not in same]
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=coarse, severity="warning")
-
-
-_has_tables = only_if(lambda subject: _with_field(subject, "indices"), "the model has no table of experts")
 
 
 @check("CK215", applies_to=_has_tables)

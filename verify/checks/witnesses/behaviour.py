@@ -110,6 +110,7 @@ _ABOVE_ZERO = 1e-3  # nats by which rounding may raise the log-probability of a 
 _FEW, _SHORT = 32, 8  # the fewest tokens of all samples, and of one, for a meaningful mean
 _JITTER = 1e-4  # the KL of kernel jitter, by miles' debugging guide (docs/developer/debug.md)
 _MAX_EXPONENT = 700.0  # exp of more overflows float64
+_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,6 @@ def gap(
     ratio = np.minimum(q - p, _MAX_EXPONENT)
     k3 = float((np.expm1(ratio) - ratio).mean())
     return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
-
-
-_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)

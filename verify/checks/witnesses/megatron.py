@@ -18,6 +18,10 @@ from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
 from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
+Seen = tuple[int, TensorSeen]
+_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
+
 
 @once
 def stages_held(subject: Subject) -> Stages:
@@ -63,10 +67,8 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
-        tally.note(
-            f"CK401: norms have only the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as "
-            "trainers save them; Megatron's local spec, which was run here, has other names for them"
-        )
+        saved = f"the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as trainers save them"
+        tally.note(f"CK401: norms have only {saved}; Megatron's local spec, which ran here, has other names for them")
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
@@ -132,10 +134,6 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
-_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
-
-
 @check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
@@ -165,9 +163,6 @@ def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
     vocabulary = dims_of(config_of(subject)).vocab
     shapes = {key: tensor.shape for key, tensor in stored.items() if not NOT_WEIGHTS.fullmatch(key)}
     return shapes | {key: (min(shapes[key][0], vocabulary), *shapes[key][1:]) for key in _OF_VOCABULARY & shapes.keys()}
-
-
-Seen = tuple[int, TensorSeen]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
