@@ -238,7 +238,7 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
             worst = max(worst, max(sizes) / min(sizes))
-    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM takes the first or the largest for all"
+    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM uses the first or the largest for all"
     hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
     yield Issue("equal global scales for q, k and v, and for gate and up", actual, hint, names=wrong)
 
