@@ -51,7 +51,7 @@ class VerifyOptions:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     # Witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
     against: frozenset[str] = frozenset()
-    # The programs that load or send INT4 weights, as in `--reader`, or None for `quant.ignore.readers.deciding_readers`.
+    # Programs that load or send INT4 weights, as in `--reader`, or None for `quant.ignore.readers.deciding_readers`.
     # An `ignore` list that contradicts the packed weights is an error for these, and a warning for other readers.
     readers: tuple[str, ...] | None = None
     accept: frozenset[str] = frozenset()  # codes of checks that may stay incomplete, such as CK506 without a GPU
