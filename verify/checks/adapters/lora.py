@@ -224,7 +224,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
     expected = str(declared).rstrip("/").replace("/", "--")
     if declared and not expected.endswith(actual) and not actual.endswith(expected.rpartition("--")[2]):
-        hint = "compare the two; a base under another name is right too"
+        hint = "compare the two; a base under another name may be right too"
         expected = f"the base {declared}, by base_model_name_or_path"
         yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():

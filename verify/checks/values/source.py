@@ -137,10 +137,11 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
                 yield from _against_adapter(subject, subject.adapter, {name: wrong[name] for name in names}, values)
                 continue
             worst, actual = _describe_worst(names, wrong, values)
-            if not broken and (turned := _transposed(subject, worst)) is not None:
-                hint = "store it as the source has it, with the last two axes exchanged"
+            turned = None if broken else _transposed(subject, worst)
+            if turned is not None:
                 actual = f"{turned} of the source is transposed ({actual})"
-            yield Issue(expected, actual, hint, names=names)
+            exchange = "store it as the source has it, with the last two axes exchanged"
+            yield Issue(expected, actual, hint if turned is None else exchange, names=names)
 
 
 def _transposed(subject: Subject, name: str) -> str | None:
