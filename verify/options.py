@@ -51,7 +51,7 @@ class VerifyOptions:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     # Witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
     against: frozenset[str] = frozenset()
-    # The programs that load or send INT4 weights, as in `--reader`; None: `quant.ignore.readers.deciding_readers`.
+    # Programs that load or send INT4 weights, as in `--reader`, or None for `quant.ignore.readers.deciding_readers`.
     # An `ignore` list that contradicts the packed weights is an error for these, and a warning for other readers.
     readers: tuple[str, ...] | None = None
     accept: frozenset[str] = frozenset()  # codes of checks that may stay incomplete, such as CK506 without a GPU
@@ -91,7 +91,10 @@ _MEGATRON = {one.name for one in fields(MegatronOptions)}
 
 
 def verify_options(**options: Any) -> VerifyOptions:
-    """Makes VerifyOptions of its fields and those of MegatronOptions, of any type. Raises TypeError for others."""
+    """Makes VerifyOptions of its fields and those of MegatronOptions, with paths as strings and lists of any type.
+
+    Raises UsageError as `VerifyOptions`, and TypeError for another option.
+    """
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):

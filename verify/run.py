@@ -112,8 +112,7 @@ def subject_of(
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _special_stage(subject.path):
         kind = _SPECIAL_KINDS[stage]
-        asked = replace(subject.options, against=subject.against - kind.against)
-        if hf is not None or asked != VerifyOptions():
+        if hf is not None or replace(subject.options, against=subject.against - kind.against) != VerifyOptions():
             only = " and ".join(["--source", *(f"--against-{one}" for one in kind.against)])
             raise UsageError(f"{subject.path} is {kind.name}, which can be verified with {only} only", kind.hint)
         for one in filter(None, (subject.path, subject.source_path)):

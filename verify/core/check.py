@@ -15,18 +15,15 @@ from typing import TypedDict, Unpack
 
 from ckptkit.verify import checks as general
 from ckptkit.verify.core.catalogue import Wording, wording_of
-from ckptkit.verify.core.issue import Issue as Issue
-from ckptkit.verify.core.issue import collect
-from ckptkit.verify.core.issue import warning_if as warning_if
-from ckptkit.verify.core.report import BEHAVIOUR, Finding
-from ckptkit.verify.core.report import Severity as Severity
-from ckptkit.verify.core.skip import CannotCheck as CannotCheck
-from ckptkit.verify.core.skip import NotApplicable as NotApplicable
-from ckptkit.verify.core.subject import Subject as Subject
-from ckptkit.verify.core.subject import once as once
+from ckptkit.verify.core.issue import Issue, collect, warning_if
+from ckptkit.verify.core.report import BEHAVIOUR, Finding, Severity
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.launch import checks as of_launches
 from ckptkit.verify.witnesses import registry
 
+__all__ = ["CannotCheck", "Issue", "NotApplicable", "Severity", "Subject", "once", "warning_if"]  # from other modules
+__all__ += ["AppliesTo", "Check", "Run", "Tally", "check", "only_if"]
 NOTES, NOT_APPLICABLE = "notes", "not applicable"
 
 WITNESS_OPTIONS = {one.name: one.option for one in registry.WITNESSES}

@@ -1,6 +1,7 @@
 """Reads the known behaviours of releases of SGLang, vLLM, transformers and Megatron from `NAME.toml`.
 
-A quirk is a row, and applies to the releases in its `versions` only. A test fails if it includes no `tested` release.
+A quirk is a row, and applies to the releases in its `versions` only. A test fails if these
+include no `tested` release.
 """
 
 from __future__ import annotations

@@ -21,17 +21,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.verify.core.check import (
-    CannotCheck,
-    Issue,
-    NotApplicable,
-    Subject,
-    Tally,
-    check,
-    once,
-    only_if,
-    warning_if,
-)
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if, warning_if
 from ckptkit.verify.evidence.compare import compare
 from ckptkit.verify.evidence.folding import EXPERT
 from ckptkit.verify.evidence.plain import plain
@@ -42,7 +32,6 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 _AGAIN = "export the adapter again from the run"
 _AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-_WITNESS = "ckptkit.verify.witnesses.reference.adapter"
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT reads, and that `--merge` does not apply
 
 
@@ -75,7 +64,7 @@ def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
     if _given_adapter(subject) or not (base and isinstance(base, str) and os.path.isfile(f"{base}/config.json")):
         return "its base is not known: give it as --source"
     job = NamesJob(without_quantization(read_config(Path(base))), list(files.specs.values()), adapter=files.config)
-    return ask_meanwhile(job, _WITNESS, NamesReport, START_S)
+    return ask_meanwhile(job, "ckptkit.verify.witnesses.reference.adapter", NamesReport, START_S)
 
 
 def _given_adapter(subject: Subject) -> bool:
@@ -86,8 +75,7 @@ def _has_base(subject: Subject) -> bool:
     return subject.source_path is not None and not _given_adapter(subject)
 
 
-_NO_BASE = "no base model was given as --source"
-_needs_base = only_if(_has_base, _NO_BASE)
+_needs_base = only_if(_has_base, "no base model was given as --source")
 
 
 @check("CK131", gate=True)
@@ -109,8 +97,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
     if not pairs:
-        actual = "the adapter has no lora_A and no lora_B, and changes nothing"
-        yield Issue("factors lora_A and lora_B", actual, _AGAIN)
+        yield Issue("factors lora_A and lora_B", "the adapter has no lora_A and no lora_B, and changes nothing", _AGAIN)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
@@ -138,8 +125,8 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         report, why = None, "transformers has no class for the base, only code of the base itself"
     if report is None and "transformers" in subject.against:
         raise CannotCheck(f"PEFT did not run, so the adapter was not judged: {why}")
-    if not _has_base(subject) and isinstance(asked, str):
-        raise NotApplicable(_NO_BASE)
+    if isinstance(asked, str):
+        _needs_base(subject)
     tally.compared(len(files.specs))
     judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
     if report is not None:
@@ -237,7 +224,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
     expected = str(declared).rstrip("/").replace("/", "--")
     if declared and not expected.endswith(actual) and not actual.endswith(expected.rpartition("--")[2]):
-        hint = "compare the two; a base under another name is right too"
+        hint = "compare the two; a base under another name may be right too"
         expected = f"the base {declared}, by base_model_name_or_path"
         yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():

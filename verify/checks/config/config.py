@@ -37,13 +37,10 @@ _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
 UNKNOWN: Final = "not there"
+_has_arguments = only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments")
 
 
-@check(
-    "CK701",
-    preflight=True,
-    applies_to=only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
-)
+@check("CK701", preflight=True, applies_to=_has_arguments)
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config; absent arguments have Megatron's defaults."""
     config = require_config(subject)
@@ -158,9 +155,8 @@ def _key_differences(
 def is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
     """Whether no mistake in a config explains the difference: another width, or another type and other sizes."""
     one, other = dims_of(here), dims_of(there)
-    same_type = here.get("model_type") == there.get("model_type")
     same_sizes = (one.layers, one.experts, one.groups) == (other.layers, other.experts, other.groups)
-    return one.hidden != other.hidden or not (same_type or same_sizes)
+    return one.hidden != other.hidden or (here.get("model_type") != there.get("model_type") and not same_sizes)
 
 
 def describe_model(config: Mapping[str, Any]) -> str:
@@ -257,7 +253,10 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def class_default(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> Any:
-    """The default of a key for which another config has `value`, or UNKNOWN if it is computed (usually None)."""
+    """The default of a key for which another config has `value`, or UNKNOWN if it is computed.
+
+    A default of None is computed from other keys, except for a switch or a factor, which are off.
+    """
     if find_spec("transformers") is None:
         return UNKNOWN
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -278,7 +277,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
     """The key in `here` behind each argument that differs, its value there and its value here, if it is a single key.
 
     A key counts if changing only its value gives `here` the argument of `there`: the argument itself as the value of a
-    number (the two may entry_for it differently), or the value of the same key in `there`.
+    number (under a key that `there` may spell differently), or the value of the same key in `there`.
     """
     own, others, expected, actual = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
     changed = {path: others.get(path) for path in {**own, **others} if own.get(path) != others.get(path)}
@@ -288,8 +287,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
         right, wrong = expected.get(name), actual.get(name)
         if right == wrong:
             continue
-        numbers = {path: value for path, value in own.items() if {type(value), type(wrong)} <= {int, float}}
-        equal = [path for path, value in numbers.items() if value == wrong]
+        equal = [path for path, value in own.items() if {type(value), type(wrong)} <= {int, float} and value == wrong]
         tried = [*((path, right, _args_or_none(with_value(here, path, right))) for path in equal), *exchanged]
         for path, value, args in tried:
             if args is not None and args.get(name) == right:

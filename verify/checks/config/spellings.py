@@ -58,8 +58,7 @@ def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for (old, before), (new, after) in _rope_pairs(part):
             tally.compared()
             if before != after:
-                expected = f"{prefix}{new} = {before}, as in {prefix}{old}"
-                yield Issue(expected, f"{prefix}{new} = {after}", file=where)
+                yield Issue(f"{prefix}{new} = {before}, as in {prefix}{old}", f"{prefix}{new} = {after}", file=where)
 
 
 def _rope_pairs(holder: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -170,7 +169,7 @@ def _tie_issues(
 
 
 def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """All keys, with values, that SGLang's class of the family needs, and the missing ones. Raises as `family_of`."""
+    """The keys that SGLang's class needs, with values, and those missing. Raises CkptkitError if they are unknown."""
     family_of(config)
     text = language_part(config)
     prefix = "" if text is config else "text_config."

@@ -20,6 +20,11 @@ from ckptkit.verify.evidence.side.texts import TextJob, ask_library
 from ckptkit.verify.evidence.side.tokenizers import ONLY_NEW
 from ckptkit.verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
 
+_KINDS = ("eos", "pad", "bos")
+# Beginnings of the names of classes that build their own pre-tokenizer and decoder, and whether these are of bytes.
+# Source: transformers 5.12, `__init__` of each.
+_OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
+
 
 def side_of(subject: Subject) -> SideFiles:
     """The files next to the weights; for Megatron, those of its HF directory."""
@@ -73,8 +78,7 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            beyond = sum(number >= rows for number in ids.values())
-            actual = f"{token!r} has id {largest}; ids without a row: {beyond}"
+            actual = f"{token!r} has id {largest}; ids without a row: {sum(number >= rows for number in ids.values())}"
             yield Issue(f"ids below {rows}, the rows of the embedding", actual, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
@@ -122,11 +126,6 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, "no tokenizer file", hint, severity=severity)
 
 
-# Beginnings of the names of classes that build their own pre-tokenizer and decoder, and whether these are of bytes.
-# Source: transformers 5.12, `__init__` of each.
-_OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
-
-
 def _class_may_differ(subject: Subject) -> None:
     """Selects tokenizers that transformers' class may read differently, since the comparison takes seconds."""
     side = side_of(subject)
@@ -154,9 +153,10 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if answer is None or answer.refused:  # also because of config.json, which CK541 judges
         raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
     tally.compared(answer.texts)
-    name = f"no tokenizer_class, under model_type {side.config.get('model_type')!r}"
     if declared := side.tokenizer_config.get("tokenizer_class"):
         name = f"tokenizer_class {declared!r}"
+    else:
+        name = f"no tokenizer_class, under model_type {side.config.get('model_type')!r}"
     source, files = source_side(subject) if subject.source_path else None, (TOKENIZER, TOKENIZER_CONFIG)
     is_same = source is not None and all(source.content(file) == side.content(file) for file in files)
     if answer.ids:
@@ -164,16 +164,12 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, file=side.root / TOKENIZER_CONFIG, severity=warning_if(is_same))
 
 
-_KINDS = ("eos", "pad", "bos")
-
-
 def _has_two_files(subject: Subject) -> None:
     side = side_of(subject)
     if not (side.root / "config.json").exists():
         raise NotApplicable("there is no config.json next to it")
     with suppress(CkptkitError):
-        tokens = side.has_vocabulary and any(map(side.special, _KINDS))
-        if not tokens and not lexists(side.root / GENERATION):
+        if not (side.has_vocabulary and any(map(side.special, _KINDS))) and not lexists(side.root / GENERATION):
             raise NotApplicable("only config.json defines special tokens")
 
 

@@ -120,18 +120,16 @@ def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[st
 
 def _count_wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
     """The number of invalid tokens, and of repeated ones."""
-    outside = int(((tokens < 0) | (tokens >= vocabulary)).sum())
-    return outside, tokens.numel() - len(set(tokens.tolist()))
+    return int(((tokens < 0) | (tokens >= vocabulary)).sum()), tokens.numel() - len(set(tokens.tolist()))
 
 
 @check("CK143")
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity, and no tensor of zeros, except biases."""
-    files = draft_files(subject)
     for own, spec in draft_specs(subject).items():
         if own in (TOKENS, USED):
             continue
-        tensor = files.read([spec.name])[spec.name]
+        tensor = draft_files(subject).read([spec.name])[spec.name]
         tally.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
@@ -150,8 +148,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
-        expected = f"states of width {target.hidden}, the target's"
-        yield Issue(expected, f"{key} {draft.target_hidden}", file=_CONFIG)
+        yield Issue(f"states of width {target.hidden}, the target's", f"{key} {draft.target_hidden}", file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
         yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)

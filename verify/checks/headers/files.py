@@ -49,6 +49,12 @@ _ADAPTER_NAMES = (
     *(".adapter.linear_in.", ".adapter.linear_out.", ".adapter.adapter_"),
 )
 _WRAPPER = "base_model.model."
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+# Float32 state of linear attention and Mamba mixers that releases store in bfloat16 (Qwen3-Next, Qwen3.5's dt_bias,
+# Nemotron 3).
+_ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
+_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
+_INDICES = ("int64", "int32")
 
 only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
 
@@ -91,12 +97,9 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared()
     except CkptkitError as error:
         # An unknown model may be right, and so may its launch.
-        wrong = (
-            isinstance(error, UnknownModelError)
-            and subject.arguments is None
-            and not has_own_class(read_config(subject.config_root))
-        )
-        if isinstance(error, UnsupportedError) and not wrong:
+        is_unknown = isinstance(error, UnknownModelError) and subject.arguments is None
+        is_wrong = is_unknown and not has_own_class(read_config(subject.config_root))
+        if isinstance(error, UnsupportedError) and not is_wrong:
             raise
         problem, file = error.message.removeprefix("config.json: "), subject.config_root / "config.json"
         yield Issue("the config of a supported model", problem, error.hint or "", file=file)
@@ -132,8 +135,7 @@ def _entries(shard: Shard) -> Iterator[Issue]:
     kinds: dict[tuple[str, str], list[Fault]] = defaultdict(list)
     for fault in shard.faults:
         if fault.name is not None:
-            kind = re.sub(r"\d+", "#", fault.expected.partition(" for ")[0])
-            kinds[fault.hint or "", kind].append(fault)
+            kinds[fault.hint or "", re.sub(r"\d+", "#", fault.expected.partition(" for ")[0])].append(fault)
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
         more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
@@ -250,8 +252,7 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
         return
     ((total, numbers),) = totals.items()
     # gpt-oss counts from 0 to N, slime from 0 to N - 1, other programs from 1 to N.
-    expected = set(range(1, total)) | ({total} if 0 not in numbers else set())
-    if missing := expected - set(numbers):
+    if missing := set(range(1, total + (0 not in numbers))) - set(numbers):
         hint = "copy or download it; if the release lacks it too, its index lists no tensor for it"
         yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint)
     strange = [number for number in numbers if number > total]
@@ -271,24 +272,15 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if (root / file).exists():
             yield Issue("weights with every adapter merged", f"{file} is next to them", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
-        tally.note(
-            f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base: `ckptkit verify {root} "
-            f"--source BASE --adapter {root / _BELOW}` checks whether it is merged into these weights"
-        )
+        adapter = f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base"
+        command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
+        tally.note(f"{adapter}: {command} checks whether it is merged into these weights")
     every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
     odd = [name for name in every if any(part in name for part in parts)] if any(map(text.__contains__, parts)) else []
     yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, as_one=True)
-
-
-_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
-# Float32 state of linear attention and Mamba mixers that releases store in bfloat16 (Qwen3-Next, Qwen3.5's dt_bias,
-# Nemotron 3).
-_ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
-_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
-_INDICES = ("int64", "int32")
 
 
 @check("CK107", explained_by=("CK203",))
@@ -298,11 +290,8 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.is_hf:
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
-    config = config_or_none(subject)
-    expected = expected_of(subject) or Expected({})
-    of_no_family = is_of_no_family(subject)
-    quantized = config is not None and is_quantized(config)
-    may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
+    config, expected = config_or_none(subject) or {}, expected_of(subject) or Expected({})
+    may_have_codes = is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
     codes = parts_in_floats(subject)
     for names in subject.kinds:
         tally.compared()
@@ -314,37 +303,31 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             others, _ = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0]
             expected_dtype, file = f"{others}, as in the other layers", file_of_tensor(subject, odd[0])
             yield Issue(expected_dtype, specs[odd[0]].dtype, names=odd, file=file)
-        file = file_of_tensor(subject, names[0])
         if names[0] in expected.fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
-            yield Issue("float32", usual, hint, names=names, file=file, severity="warning")
+            yield Issue("float32", usual, hint, names=names, file=file_of_tensor(subject, names[0]), severity="warning")
         # A norm that Megatron stores less one is written in the next wider dtype, to lose nothing.
-        # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
         upcast = usual == "float64" and names[0] in expected.upcast
         if names[0] in expected.indices:
             if usual not in _INDICES:
                 hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
-                yield Issue("int64", usual, hint, names=names, file=file)
+                yield Issue("int64", usual, hint, names=names, file=file_of_tensor(subject, names[0]))
             continue
         if (
             usual not in COMPUTED
-            and not (of_no_family and usual in _INDICES)  # CK541 compares with the class
+            and not (usual in _INDICES and is_of_no_family(subject))  # CK541 compares with the class
             and not upcast
             and not names[0].endswith(_INTEGER_PARTS)
             and names[0] not in undeclared_of(subject)  # CK104 reports these
             and not (usual in _EIGHT_BITS and may_have_codes)
         ):
-            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file)
-    yield from _config_dtype(subject, specs, config)
+            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file_of_tensor(subject, names[0]))
+    if (main := main_dtype(specs)) is not None:
+        yield from _config_dtype(subject, main, config)
 
 
-def _config_dtype(
-    subject: Subject, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
-) -> Iterator[Issue]:
+def _config_dtype(subject: Subject, stored: str, config: Mapping[str, Any]) -> Iterator[Issue]:
     """The dtype in which an engine or Megatron allocates the model, against that of most weights."""
-    stored = main_dtype(specs)
-    if stored is None:
-        return
     if subject.is_megatron:
         with suppress(CkptkitError):  # CK111 reports that the arguments cannot be read
             dtype = subject.megatron_files.args.get("params_dtype")
@@ -354,7 +337,7 @@ def _config_dtype(
                 yield Issue(expected, f"params_dtype {dtype.name}", hint, file=where, severity="warning")
         return
     for key in ("dtype", "torch_dtype"):
-        dtype = (config or {}).get(key)
+        dtype = config.get(key)
         if dtype is not None and str(dtype).removeprefix("torch.") not in (stored, "auto"):
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
             expected = f"{key} {stored}, as most weights are"

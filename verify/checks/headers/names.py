@@ -23,7 +23,7 @@ from ckptkit.formats.hf.side_files import describe_quantization
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
 from ckptkit.verify.checks.headers.files import names_of, only_hf
 from ckptkit.verify.checks.headers.renamed import renamed_of
-from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
+from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_of
 from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
@@ -37,6 +37,28 @@ from ckptkit.verify.evidence.expected import (
 )
 from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
+
+# All weights in Mistral's own format, which it publishes next to the shards with HF's names.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_EXPECTED = "only files that the index names"
+_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
+_AGAIN = "convert or download it again; loading leaves it random"
+_NAME_ITS_CLASS = "name the class of this value, reward or classification model in architectures"
+# Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
+_HEAD = re.compile(
+    r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
+)
+_OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
+_TOWER = re.compile(
+    r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
+)
+_MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_KIND_KEYS = (
+    *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "moe_layers_enum"),
+    *("mlp_layer_types", "layer_types", "hybrid_override_pattern"),
+)
 
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))
@@ -73,7 +95,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         yield Issue(should, change.change, change.hint, names=change.stored, file=where, as_one=True)
     if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
-        yield undeclared_issue(undeclared)
+        floats = f"{len(undeclared)} weights are stored in 8-bit floats with scales"
+        should, actual = "quantization_config in config.json", f"missing, but {floats}: readers use codes as values"
+        hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
+        yield Issue(should, actual, hint, names=undeclared, file="config.json", as_one=True)
     known |= in_second_format(subject)
     config = config_or_none(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
@@ -99,11 +124,8 @@ def _verdict(
     """Expected, actual and hint for a name that is missing from headers, index or config."""
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
-            return (
-                "no packed tensor, by config.json",
-                "stored, and not packed by config.json",
-                f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again",
-            )
+            hint = f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again"
+            return "no packed tensor, by config.json", "stored, and not packed by config.json", hint
         if CACHE_SCALE.fullmatch(name):
             return (
                 "no scale of a quantized cache, by config.json",
@@ -128,19 +150,18 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         return
     config = raw_config_of(subject)
     family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
-    rename = f"rename the tensors to {spelling.expected}* (and in the index)"
     if spelling.renamed_on_load:
         user = "the multimodal class uses"
         hint = "transformers and newer releases of vLLM rename them on loading, SGLang does not: take config.json "
-        hint += f"of the multimodal release with its vision tower, or {rename}"
+        hint += "of the multimodal release with its vision tower"
     elif not family.towers(config):
-        user, hint = "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
+        user, hint = "a multimodal class uses", "take config.json of the multimodal release"
     elif spelling.found == "model.":
-        user, hint = "a language model's class uses", f"take config.json of the language model, or {rename}"
+        user, hint = "a language model's class uses", "take config.json of the language model"
     else:
         user = "transformers uses internally since 4.52"
-        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
-        hint += rename
+        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True"
+    hint += f", or rename the tensors to {spelling.expected}* (and in the index)"
     expected = f"{spelling.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
     actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed_on_load)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
@@ -192,12 +213,6 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
     for part, numbers in experts.items():
         lost = [f"experts.{expert}.{part}" for expert in sorted(set().union(*experts.values()) - numbers)]
         yield Issue("present in the other experts", "missing", names=lost)
-
-
-# All weights in Mistral's own format, which it publishes next to the shards with HF's names.
-_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
-_EXPECTED = "only files that the index names"
-_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
 
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
@@ -265,11 +280,10 @@ def _has_tower(subject: Subject) -> None:
     only_hf(subject)
     try:
         config = raw_config_of(subject)
-        towers = family_of(config).towers(config)
+        if not family_of(config).towers(config):
+            raise NotApplicable("the class of config.json is a language model without a tower")
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
-    if not towers:
-        raise NotApplicable("the class of config.json is a language model without a tower")
 
 
 @check("CK730", applies_to=_has_tower)
@@ -280,27 +294,8 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):
         raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
-    name = family_of(config).class_of(config)
-    expected = f"stored, since SGLang, vLLM and transformers build it for {name}"
+    expected = f"stored, since SGLang, vLLM and transformers build it for {family_of(config).class_of(config)}"
     yield Issue(expected, "in no shard", names=lost_towers(config, names))
-
-
-_AGAIN = "convert or download it again; loading leaves it random"
-# Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
-_HEAD = re.compile(
-    r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
-)
-_OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
-_TOWER = re.compile(
-    r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
-)
-_MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
-_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-_KIND_KEYS = (
-    *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "moe_layers_enum"),
-    *("mlp_layer_types", "layer_types", "hybrid_override_pattern"),
-)
 
 
 @dataclass(frozen=True)
@@ -346,10 +341,7 @@ class Mismatch:
         """The hint for a tensor that config.json does not promise."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if _HEAD.fullmatch(name):
-            return (
-                f"{self._class} has no such head: name the class of this value, reward or classification model in "
-                "architectures, or save only its language model"
-            )
+            return f"{self._class} has no such head: {_NAME_ITS_CLASS}, or save only its language model"
         if _TOWER.match(name):
             return f"{self._class} has no such part: take config.json of the multimodal release, or leave these out"
         if self._is_mtp(name):
@@ -371,23 +363,16 @@ class Mismatch:
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if name.endswith(_OUTPUT) and layer is None:
             if (head := next((name for name in self.names if _HEAD.fullmatch(name)), None)) is not None:
-                return (
-                    f"{head} is stored instead: name the class of this value, reward or classification model in "
-                    f"architectures, which has {self._class}"
-                )
-            return (
-                f"{self._stated('tie_word_embeddings')}: set it to true if the output layer is the embedding, else "
-                "convert or download the tensor again"
-            )
+                return f"{head} is stored instead: {_NAME_ITS_CLASS}, which has {self._class}"
+            fix = "set it to true if the output layer is the embedding, else convert or download the tensor again"
+            return f"{self._stated('tie_word_embeddings')}: {fix}"
         numbered = MTP_LAYER.match(name) is not None or (layer is not None and layer >= dims.layers)
         if numbered and not any(map(self._is_mtp, self.names)):
             return f"{self._stated(*_MTP_KEYS)}, and no such layer is stored: set it to 0, or {_AGAIN}"
         if layer is not None and not numbered and layer > max(self._layers, default=-1):
             stored = max(self._layers, default=-1) + 1
-            return (
-                f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: convert or download the others "
-                "again, or restore config.json"
-            )
+            fix = "convert or download the others again, or restore config.json"
+            return f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: {fix}"
         if expert and int(expert[1]) >= self._experts > 0:
             return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
         return _AGAIN

@@ -22,7 +22,6 @@ _WRAPPERS: Mapping[str, str] = {
     "base_model": f"{_SAVED} the result of merge_and_unload() of peft",
 }
 _ANYWHERE = _WRAPPERS.keys() - {"base_model"}
-_WEIGHT = re.compile(r"^weight.*")
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,14 @@ def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None
     names with the change, also those of parts (multi-token prediction) that are promised only under their own names.
     """
     odd = [name for name in names if name not in promised]
+    if not odd:
+        return None
     modules = {_module(name) for name in promised}
     prefixes = ((found, len(names) / 2) for find in (_extra, _missing, _repeated) for found in find(odd, modules))
-    for found, least in (*((found, 1) for found in _wrapped(odd, modules)), *prefixes) if odd else ():
+    for found, least in (*((found, 1) for found in _wrapped(odd, modules)), *prefixes):
         if len(found.fixed) >= least:
-            leaves = ((name.rpartition(".")[2], module) for name, module in found.fixed.items())
-            # A packed part belongs to `weight`.
-            right = (f"{module}.{end}" for leaf, module in leaves for end in (leaf, _WEIGHT.sub("weight", leaf)))
+            right = [f"{module}.{name.rpartition('.')[2]}" for name, module in found.fixed.items()]
+            right += [re.sub(r"\.weight[^.]*$", ".weight", name) for name in right]  # packed parts belong to a weight
             # Names without the number of a layer come first: they are few, and tell more.
             changed = sorted(filter(found.has_it, odd), key=lambda name: any(map(str.isdecimal, name.split("."))))
             return Renamed(found.change, found.hint, tuple(changed), frozenset(right))

@@ -160,9 +160,8 @@ def _wrong_scales(one: FloatScales, is_ue8m0: bool) -> Iterator[Issue]:
     elif one.negative:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
     elif one.zero_scale_blocks and (stored.layout.second == "" or one.zero_scale_blocks * _FEW > one.values):
-        yield Issue(
-            "scales above zero", f"zero for {one.zero_scale_blocks} blocks with codes that are not zero", names=names
-        )
+        actual = f"zero for {one.zero_scale_blocks} blocks with codes that are not zero"
+        yield Issue("scales above zero", actual, names=names)
     elif is_ue8m0 and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
         yield Issue("powers of two, by scale_fmt ue8m0 in config.json", actual, names=names)
@@ -182,8 +181,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
     }
     if values and set(values.values()) == {1.0}:
         hint = "engines clip activations by them: calibrate, or serve with a kernel that quantizes only weights"
-        expected = "measured scales of activations"
-        yield Issue(expected, "1.0 everywhere", hint, names=values, severity="warning")
+        yield Issue("measured scales of activations", "1.0 everywhere", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
@@ -240,10 +238,9 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
             worst = max(worst, max(sizes) / min(sizes))
-    expected = "equal global scales for q, k and v, and for gate and up"
-    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM takes the first or the largest for all"
+    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM uses the first or the largest for all"
     hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
-    yield Issue(expected, actual, hint, names=wrong)
+    yield Issue("equal global scales for q, k and v, and for gate and up", actual, hint, names=wrong)
 
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -278,8 +275,8 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
             severity = warning_if(subject.updated is not False)
             hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
             actual = f"all {len(stored)} such weights are stored as plain numbers, without scales"
-            expected = f"{floats.words}, by config.json"
-            yield Issue(expected, actual, f"{hint}, or quantize", file=where, severity=severity)
+            hint += ", or quantize"
+            yield Issue(f"{floats.words}, by config.json", actual, hint, file=where, severity=severity)
         return
     for refusal in found.find_refusals():
         is_certain = refuses_own_format(refusal.readers, subject.readers)

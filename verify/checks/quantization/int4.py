@@ -37,7 +37,6 @@ from ckptkit.verify.evidence.floats.stored import stored_floats_of
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.evidence.packed import (
     Int4Format,
-    Scale,
     int4_format,
     int4_format_in,
     int4_format_of,
@@ -48,6 +47,11 @@ from ckptkit.verify.evidence.rounding import keeps_scales, names_grid
 
 _NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
+# The scales of a cache, as named in compressed-tensors, ModelOpt and AutoFP8.
+_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
+_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
+_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_SILENT = "transformers computes with uninitialized memory"
 
 
 def require_quantized(subject: Subject) -> None:
@@ -70,9 +74,10 @@ def packed_weights(
     subject: Subject, *, may_be_empty: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
     """Config, specs and format. Raises NotApplicable if no group packs integers, CannotCheck if nothing is packed."""
-    config, specs = config_of(subject), subject.checkpoint.specs
+    config = config_of(subject)
     if (form := int4_format_of(config)) is None:
         raise NotApplicable("quantization_config describes no packed integer weights, the only ones that it checks")
+    specs = subject.checkpoint.specs
     if not may_be_empty and not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     return config, specs, form
@@ -172,8 +177,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("experts that transformers loads", reason, hint, names=experts)
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
     hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
-    unwanted = [name + PACKED for name in found.unwanted]
-    yield Issue("unquantized, by config.json", "packed as INT4", hint, names=unwanted)
+    yield Issue("unquantized, by config.json", "packed as INT4", hint, names=[name + PACKED for name in found.unwanted])
     hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
     missing = [f"{name}.weight" for name in found.missing]
     yield Issue("packed as INT4, by config.json", "unquantized", hint, names=missing)
@@ -199,8 +203,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
-        usual = {0: (weights_in(config, groups, module), "")}
-        for weights, why in by_targets.get(module, usual).values():
+        for weights, why in by_targets.get(module, {0: (weights_in(config, groups, module), "")}).values():
             form, parts = int4_format(weights) or int4_format_in(config, groups, module), packed_parts(weights)
             group = "one scale a row" if form.group is None else f"group_size {form.group}"
             hint = f"config.json has {form.bits} bits, {group}{why}: quantize again, or correct it"
@@ -221,10 +224,8 @@ def _by_targets(
     with suppress(CkptkitError):  # CK302 reports an unknown model
         tree = class_tree(config) if len(groups) > 1 else None
         matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
-        readers = (
-            *(BY_CLASS[:1] if subject.readers is None else ()),
-            *deciding_readers(subject.readers, subject.engine),
-        )
+        first = BY_CLASS[:1] if subject.readers is None else ()
+        readers = (*first, *deciding_readers(subject.readers, subject.engine))
         readings = read_all(readers, matrices, get_list(quantization_of(config), "ignore"), config, targets_of(groups))
         for reader in readers:
             for matrix, target in zip(matrices, readings[reader].targets, strict=False):
@@ -236,14 +237,18 @@ def _by_targets(
 
 @check("CK304", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every scale and weight_shape. Readers use the sign of a scale, so a negative one may be right (`_is_signed`)."""
+    """Every scale and weight_shape. Readers use the sign of a scale, so a negative one may be right."""
     if floats.stores_floats(subject):
         yield from floats.float_scales(subject, tally)
         if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
     shapes, scales = expected_hf(config), read_scales(subject)
-    signed = _is_signed(config, form, scales)
+    # Negative scales belong to a symmetric grid that is not ckptkit's, and have the sign of the group's largest weight.
+    # About half are negative; less than one in a hundred are faults. Scales from another checkpoint may be any part.
+    signed = form.symmetric and not names_grid(config)
+    if signed and not keeps_scales(config):
+        signed = 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)
     for scale in scales:
         tally.compared(nbytes=scale.nbytes)
         shape, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
@@ -258,24 +263,6 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if signed and (negative := sum(scale.negative for scale in scales)):
         values = sum(scale.values for scale in scales)
         tally.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
-
-
-def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Scale]) -> bool:
-    """Whether negative scales belong to the grid: a symmetric one that is not ckptkit's.
-
-    Such a scale has the sign of the group's largest weight, so about half are negative; less than one in a hundred are
-    faults. Scales that were kept from another checkpoint may be any part of them.
-    """
-    if not form.symmetric or names_grid(config):
-        return False
-    return keeps_scales(config) or 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)
-
-
-# The names in compressed-tensors, ModelOpt and AutoFP8.
-_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
-_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
-_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
-_SILENT = "transformers computes with uninitialized memory"
 
 
 def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -331,14 +318,12 @@ def _against_scheme(
     renamed = "stored under another name", warning_if("transformers" not in (subject.readers or ()))
     for module, (part, shape) in product(attention, parts.items()):
         tally.compared()
-        name = f"{module}.{part}"
-        spec = subject.hf_files.specs.get(name)
+        spec = subject.hf_files.specs.get(name := f"{module}.{part}")
         if spec is None:
             actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)
             yield Issue(f"{part}, {declared}", f"{actual}: {_SILENT}", _HINT, names=[name], severity=its_severity)
         elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
-            actual = f"{list(spec.shape)}"
-            yield Issue(f"{list(shape)}, {declared}", actual, _HINT, names=[name], severity=severity)
+            yield Issue(f"{list(shape)}, {declared}", f"{list(spec.shape)}", _HINT, names=[name], severity=severity)
 
 
 def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

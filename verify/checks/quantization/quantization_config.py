@@ -81,14 +81,6 @@ def undeclared_of(subject: Subject) -> Mapping[str, str]:
     return {name: scale for name in codes for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in specs}
 
 
-def undeclared_issue(undeclared: Mapping[str, str]) -> Issue:
-    """One issue for the result of `undeclared_of`."""
-    weights = f"{len(undeclared)} weights are stored in 8-bit floats with scales"
-    actual = f"missing, but {weights}: readers take codes for values"
-    hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
-    return Issue("quantization_config in config.json", actual, hint, names=undeclared, file="config.json", as_one=True)
-
-
 @once
 def in_second_format(subject: Subject) -> frozenset[str]:
     """The parts of weights in the format of hf_quant_config.json if config.json declares another method (CK303)."""

@@ -97,10 +97,10 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected, actual = wrong[worst].words
         yield Issue(expected, f"{actual} in {worst}", _HINT, names=names)
     for names in group_by_pattern(coarse):
-        expected = f"scales of the {grid} grid, by config.json"
         actual = f"up to {max(coarse[name] for name in names):.0%} off"
         scales = [name.removesuffix(".weight") + SCALE for name in names]
-        yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
+        hint = "quantize again, or correct observer_kwargs"
+        yield Issue(f"scales of the {grid} grid, by config.json", actual, hint, names=scales)
 
 
 @check("CK306", applies_to=require_quantized)
@@ -271,7 +271,7 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for medians, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):
         usual = median(medians[name] for name in names)
-        expected = f"scales around {usual:.3g}, as others of this kind"
+        expected = f"scales around {usual:.3g}, as in the rest of this kind"
         if large := [name for name in names if medians[name] > usual * _MAX_FACTOR]:
             yield Issue(expected, f"around {medians[large[0]]:.3g}: far larger", names=large)
         if small := [name for name in names if medians[name] * _MAX_FACTOR < usual]:

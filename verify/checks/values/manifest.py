@@ -17,6 +17,9 @@ from ckptkit.verify.checks.headers.files import file_of_tensor
 from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
+DOWNLOAD = "download"  # the fact about the origin of the files
+_SLACK_S = 1  # as in the client, since times of files are not exact
+_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 _has_manifest = only_if(lambda subject: subject.options.manifest, "no --manifest was given")
 
 
@@ -48,11 +51,6 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
 
 
-DOWNLOAD = "download"  # the fact about the origin of the files
-_SLACK_S = 1  # as in the client, since times of files are not exact
-_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
-
-
 @check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SHA-256 (git's SHA-1 for small files) of the files that loaders open; a warning for files changed later."""
@@ -82,8 +80,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
     fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.loader_files if file not in records]
-    without = f"; no record of {summarize(unknown)}" if unknown else ""
-    tally.facts[DOWNLOAD] = [fact + without]
+    tally.facts[DOWNLOAD] = [fact + (f"; no record of {summarize(unknown)}" if unknown else "")]
 
 
 def _compare(hashes: Mapping[str, FileHash]) -> dict[str, bool]:

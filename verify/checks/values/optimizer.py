@@ -16,6 +16,7 @@ from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_mas
 # Arguments that keep weights in fewer bits than the saved ones, which then do not follow from masters by rounding.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _ADAM = ("exp_avg", "exp_avg_sq")
+_Problem = tuple[str, str, Collection[str]]
 SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
 AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not checked"
 
@@ -50,8 +51,7 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         is_partial = len(zero) < len(names)
         if is_partial or subject.megatron_files.opened.common.get("iteration") != 0:
             hint = "right for parameters without gradients, such as experts without tokens" * is_partial
-            severity = warning_if(is_partial)
-            yield Issue("moments of a trained parameter", "all zero", hint, names=zero, severity=severity)
+            yield Issue("moments of a trained parameter", "all zero", hint, names=zero, severity=warning_if(is_partial))
 
 
 def _values(subject: Subject) -> OptimizerValues:
@@ -69,8 +69,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     than among the rounded masters.
     """
     values = _values(subject)
-    args = subject.megatron_files.args
-    if kept := [name for name in _FEWER_BITS if args.get(name)]:
+    if kept := [name for name in _FEWER_BITS if subject.megatron_files.args.get(name)]:
         raise NotApplicable(f"the run kept weights in fewer bits ({kept[0]}), so they are no rounded master weights")
     if not values.compared and not values.weights:
         raise NotApplicable("no float32 master weights of 16-bit weights are stored")
@@ -105,11 +104,7 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     elements = sum(math.prod(one.shape) for one in state.weights.values())
     covered = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
     if covered < elements and not state.opaque and not state.by_weight:  # only buckets have the state
-        expected = f"state of {elements} elements of weights"
-        yield Issue(expected, f"of {covered}", frozen, file=where, severity="warning")
-
-
-_Problem = tuple[str, str, Collection[str]]
+        yield Issue(f"state of {elements} elements of weights", f"of {covered}", frozen, file=where, severity="warning")
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:

@@ -38,13 +38,12 @@ from ckptkit.verify.evidence.reading import Values, as_hf_view, read_values, sou
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # The share of tensors, and of their kinds, that differ from another model; and the number of kinds of one block.
 _MOST, _FEW = 0.9, 3
-_COUNTER = "num_batches_tracked"
 # The share of a matrix's rows that training may replace; in the vocabulary, those of unused tokens.
 _NEW_ROWS, _NEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
-
 _WHY_NOT = "values may differ from the source's with --trained (CK216)"
 values_kept = only_if(lambda subject: not subject.options.trained, _WHY_NOT)
+_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
 
 
 @check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
@@ -106,7 +105,6 @@ def _renamed(
     left = [names for names in group_by_pattern(extra) if all(name in values.stats for name in names)]
     if not left or not lost:
         return
-        return
     stats, source = values.stats, source_as_hf(subject, subject.checkpoint.specs)
     here = {name: spec.shape for name, spec in as_hf_view(subject.checkpoint, subject.path, source.specs).specs.items()}
     for names in group_by_pattern(lost):
@@ -139,10 +137,11 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
                 yield from _against_adapter(subject, subject.adapter, {name: wrong[name] for name in names}, values)
                 continue
             worst, actual = _describe_worst(names, wrong, values)
-            if not broken and (turned := _transposed(subject, worst)) is not None:
-                hint = "store it as the source has it, with the last two axes exchanged"
+            turned = None if broken else _transposed(subject, worst)
+            if turned is not None:
                 actual = f"{turned} of the source is transposed ({actual})"
-            yield Issue(expected, actual, hint, names=names)
+            exchange = "store it as the source has it, with the last two axes exchanged"
+            yield Issue(expected, actual, hint if turned is None else exchange, names=names)
 
 
 def _transposed(subject: Subject, name: str) -> str | None:
@@ -267,11 +266,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         is_legal = {before, after} <= _FLOATS and not (is_state and ITEMSIZE[after] < ITEMSIZE[before])
         for names in group_by_pattern(group):
             lost = ", {} distinct values became {} in {}".format(*values.differences[names[0]].distinct, names[0])
-            actual = after + lost * (is_state and not is_legal)
-            yield Issue(before, actual, names=names, severity=warning_if(is_legal))
-
-
-_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
+            yield Issue(before, after + lost * (is_state and not is_legal), names=names, severity=warning_if(is_legal))
 
 
 @check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)
@@ -293,7 +288,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for name, one in left.items()
         if name in indices
         or name.endswith("inv_freq")
-        or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
+        or not (has_codes or name.endswith("num_batches_tracked") or one.source.dtype in _FLOATS)
     ]
     hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
     yield Issue("the source's values, which training does not change", "other values", hint, names=names)

@@ -60,6 +60,9 @@ _NONE_READ = "not run because no tensor can be read"
 # Parts of quantized weights in addition to the codes.
 PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
 _SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
+# mergekit writes it next to the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
+_MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
+_has_tables = only_if(lambda subject: _with_field(subject, "indices"), "the model has no table of experts")
 
 
 def require_some(tally: Tally, names: Sized, reason: str = _NONE_READ, *because: str) -> None:
@@ -145,11 +148,9 @@ def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequenc
     for name in constant:
         number, same = values[name].low, pattern_of(name) not in varied
         if not name.endswith("bias") and _NORM.search(name):
-            around_zero = offset and not name.endswith(_PLAIN_NORM)
-            initial = number == 1 or (number == 0 and around_zero and same and untrained)
+            initial = number == 1 or (number == 0 and offset and not name.endswith(_PLAIN_NORM) and same and untrained)
         elif _is_vector(name, values[name]):
-            bias = number == 0 and name.endswith("bias") and name not in expected.fp32
-            initial = same and (untrained or bias)
+            initial = same and (untrained or (number == 0 and name.endswith("bias") and name not in expected.fp32))
         else:
             initial = same and untrained and any(known.is_about(name, config) for known in filled)
         if initial:
@@ -189,10 +190,6 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
             text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
         severity = warning_if(is_same)
         yield Issue("different bytes in each layer and expert", text, hint, one.names, severity=severity, as_one=True)
-
-
-# mergekit writes it next to the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
-_MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
 
 
 def _layer_origins(root: Path) -> Sequence[tuple[str, int]]:
@@ -235,8 +232,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
-        expected = f"the bytes of {embedding}: tie_word_embeddings is true"
-        yield Issue(expected, "different bytes", names=[head])
+        yield Issue(f"the bytes of {embedding}: tie_word_embeddings is true", "different bytes", names=[head])
 
 
 # Layers of trained models differ in size by less than 10 times; a lost or repeated scale gives 100 and more.
@@ -306,8 +302,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
         rows = specs[name].shape[0] - shape[0]
         tally.compared()
         with suppress(CkptkitError):  # CK201 reports a tensor that cannot be read
-            filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
-            if filled:
+            if rows > 0 and (filled := int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum())):
                 actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
                 yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
 
@@ -339,9 +334,6 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "compare with the release: unless it has the same, they were rounded to bfloat16 and stored as float32 again"
     coarse = [name for name, one in biases.items() if one.coarse and not one.constant and name not in same]
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=coarse, severity="warning")
-
-
-_has_tables = only_if(lambda subject: _with_field(subject, "indices"), "the model has no table of experts")
 
 
 @check("CK215", applies_to=_has_tables)

@@ -19,15 +19,8 @@ from ckptkit.verify.witnesses.live.run import run_engine_reference
 from ckptkit.verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
 from ckptkit.verify.witnesses.reference.activations import rounds_activations
 from ckptkit.verify.witnesses.reference.run import prompts_of, run_prediction
+from ckptkit.verify.witnesses.rollouts import run as rollouts
 from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
-from ckptkit.verify.witnesses.rollouts.run import (
-    Recomputed,
-    recorded_prompts,
-    recording_of,
-    run_recompute,
-    run_templates,
-    tokenizer_directory,
-)
 
 
 def _in_transformers(subject: Subject) -> None:
@@ -84,8 +77,7 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares one run with transformers."""
     from ckptkit.verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
-    answers = [answer for judged in run.answers.values() for answer in judged]
-    broken, count = not_finite_logprobs(answers)
+    broken, count = not_finite_logprobs([answer for judged in run.answers.values() for answer in judged])
     tally.compared(count)
     if run.reference is None:
         hint = "CK401 and CK402 list tensors that Megatron did not load; else the weights are not finite (CK204)"
@@ -94,22 +86,17 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     reference, exact = run.reference, run.reference.exact
     noise = distance(reference.rounded, exact)
     tally.add_to_verdict("log-probabilities compared with transformers")
-    tally.facts.setdefault("log-probabilities in Megatron", []).extend(
-        [
-            f"megatron-core {run.version} in {run.dtype} ({run.sizes}, {run.device}) from transformers in "
-            f"float32: {distance(run.answers[min(run.answers)], exact)}",
-            f"transformers in {reference.dtype} from float32: {noise}",
-        ]
-    )
+    facts = tally.facts.setdefault("log-probabilities in Megatron", [])
+    program = f"megatron-core {run.version} in {run.dtype} ({run.sizes}, {run.device})"
+    facts.append(f"{program} from transformers in float32: {distance(run.answers[min(run.answers)], exact)}")
+    facts.append(f"transformers in {reference.dtype} from float32: {noise}")
     limit = (_IN_FLOAT32 if run.dtype == "float32" else _IN_ITS_DTYPE) * noise.mean
     gaps = {rank: mean_gap(judged, exact) for rank, judged in run.answers.items()}
     wrong = {rank: gap for rank, gap in gaps.items() if not gap <= limit}
     if not wrong:
         return
-    expected = (
-        f"log-probabilities of Megatron in {run.dtype} within {limit:.2g} nats of transformers' (mean; the noise of "
-        f"{reference.dtype} is {noise.mean:.2g})"
-    )
+    expected = f"log-probabilities of Megatron in {run.dtype} within {limit:.2g} nats of transformers' "
+    expected += f"(mean; the noise of {reference.dtype} is {noise.mean:.2g})"
     hint, rank = "compare the training arguments with the release (CK701, CK702)", None
     if len(wrong) < len(gaps):
         hint = "report it with the parallel sizes and the megatron-core version: the other ranks are within the limit"
@@ -123,6 +110,7 @@ _ABOVE_ZERO = 1e-3  # nats by which rounding may raise the log-probability of a 
 _FEW, _SHORT = 32, 8  # the fewest tokens of all samples, and of one, for a meaningful mean
 _JITTER = 1e-4  # the KL of kernel jitter, by miles' debugging guide (docs/developer/debug.md)
 _MAX_EXPONENT = 700.0  # exp of more overflows float64
+_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
 @dataclass(frozen=True)
@@ -153,13 +141,10 @@ def gap(
     return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
-_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
-
-
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
 def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Recorded responses against transformers: the mean difference per token, in units of the format's noise."""
-    recording = recording_of(subject)
+    recording = rollouts.recording_of(subject)
     number = "" if recording.rollout is None else f" of rollout {recording.rollout}"
     versions = ", ".join(recording.versions) or "not recorded"
     tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
@@ -169,7 +154,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if not recording.sides:
         raise CannotCheck(f"{recording.path} has no log-probabilities: the engine returned none (return_logprob)")
-    if rounds_activations(quantization_of(read_config(tokenizer_directory(subject))) or {}):
+    if rounds_activations(quantization_of(read_config(rollouts.tokenizer_directory(subject))) or {}):
         raise CannotCheck("the engine also rounds activations of this format, and the noise of that is not known")
     reasons = []
     for side in recording.sides:
@@ -201,7 +186,7 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
             yield Issue(expected, actual, hint, file=recording.path, count=count)
 
 
-def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap]:
+def _gaps(rows: Sequence[rollouts.Recomputed], side: str) -> tuple[LogprobGap, LogprobGap]:
     """The gaps of the recording, and of transformers in an engine's dtype, from transformers in float32."""
     masks, exact = [part.mask for part, _, _ in rows], [one for _, one, _ in rows]
     recorded, rounded = [part.log_probs[side] for part, _, _ in rows], [one for *_, one in rows]
@@ -210,7 +195,7 @@ def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap
 
 def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
     """Judges one side's log-probabilities. Raises CannotCheck if a large gap may have another reason."""
-    dtype, every = run_recompute(subject)
+    dtype, every = rollouts.run_recompute(subject)
     rows = [row for row in every if side in row[0].log_probs]
     (recorded, noise), label = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
@@ -257,7 +242,7 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
         doubts.append("they were sampled with top-p, and may be relative to the remaining tokens")
-    if subject.is_megatron and quantization_of(read_config(tokenizer_directory(subject))):
+    if subject.is_megatron and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 
@@ -265,18 +250,18 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
 def _has_prompts(subject: Subject) -> None:
     """Raises NotApplicable for the trainer's own files, which have no prompts."""
     _has_rollout(subject)
-    if not recorded_prompts(subject):
+    if not rollouts.recorded_prompts(subject):
         raise NotApplicable("the file of --rollout-data has no prompts with their tokens")
 
 
 @check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tokens of prompts by the checkpoint's tokenizer, and of messages by its template, are the recorded ones."""
-    path, root = subject.options.rollout_data, tokenizer_directory(subject)
+    path, root = subject.options.rollout_data, rollouts.tokenizer_directory(subject)
     files = SideFiles(root)
     if not files.has_vocabulary and not files.sentencepiece:
         raise CannotCheck(f"{root} has no tokenizer to render the recorded prompts with")
-    renderings = run_templates(subject)
+    renderings = rollouts.run_templates(subject)
     tally.compared(len(renderings))
     tally.add_to_verdict("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}

@@ -19,10 +19,8 @@ from ckptkit.verify.witnesses.live.run import (
 from ckptkit.verify.witnesses.runner import inconclusive
 
 DECODING = "with speculative decoding"
-_CACHE_HINT = (
-    "only a key-value cache in FP8 (--kv-cache-dtype) uses these, and no update sends them: with such a cache release "
-    "only kv_cache"
-)
+_FP8_CACHE = "a key-value cache in FP8 (--kv-cache-dtype)"
+_CACHE_HINT = f"only {_FP8_CACHE} uses these, and no update sends them: with such a cache release only kv_cache"
 FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md lists sound and broken models
 
 
@@ -31,8 +29,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
-    run = run_engine(subject)
-    report = run.require_report()
+    report = run_engine(subject).require_report()
     label = running_engine(subject).label
     tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_tensor_facts(report)]
     for name, outputs in report.passes.items():
@@ -69,18 +66,16 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         raise CannotCheck(why)
     run_engine(subject).require_report()
     runs = {"": run_engine(subject), DECODING: run_draft_engine(subject)}
-    earlier: dict[str, Reload] = {}
+    label, earlier = running_engine(subject).label, dict[str, Reload]()
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
-        engine = f"{running_engine(subject).label} engine"
-        tally.facts |= {f"{engine}, {decoding}": _tensor_facts(run.report)} if decoding else {}
+        tally.facts |= {f"{label} engine, {decoding}": _tensor_facts(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
                 tally.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
-    label = running_engine(subject).label
     if reasons := [reason for name, run in runs.items() if run and (reason := _why_incomplete(label, name, run, kind))]:
         raise CannotCheck("; ".join(reasons))
 
@@ -117,9 +112,8 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         its_hint, severity = _CACHE_HINT if is_scale else hint, warning_if(is_scale)
         yield Issue(expected, actual, its_hint, names=[name], rank=rank, severity=severity, file=None)
     named = {key.partition(" ")[2].removeprefix(DRAFT) for key in (*step.changed, *other.changed)}
-    by_checker = sorted({*step.unequal} - named - {*other.unequal})
     actual = f"{label}'s weight checker found other bits after {step.name}"
-    yield Issue(expected, actual, hint, names=by_checker, file=None)
+    yield Issue(expected, actual, hint, names=sorted({*step.unequal} - named - {*other.unequal}), file=None)
 
 
 @check("CK601", stage="behaviour", needs=("engine", "logits"))

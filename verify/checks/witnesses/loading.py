@@ -18,18 +18,7 @@ from ckptkit.quant.ignore.names import entry_for
 from ckptkit.verify.checks.config.config import is_parallel
 from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import (
-    AppliesTo,
-    CannotCheck,
-    Issue,
-    NotApplicable,
-    Run,
-    Severity,
-    Subject,
-    Tally,
-    check,
-    only_if,
-)
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Run, Severity, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.expected import (
     config_of,
     config_or_none,
@@ -61,7 +50,7 @@ Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 
 def each_engine(
-    number: int, *, applies_to: AppliesTo | None = None, explained_by: Sequence[str] = ()
+    number: int, *, applies_to: Callable[[Subject], object] | None = None, explained_by: Sequence[str] = ()
 ) -> Callable[[Issues], dict[str, Run]]:
     """Registers a check for every engine; in `explained_by`, `{engine}3` is the third check of the same engine."""
 
@@ -185,10 +174,8 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
     config = config_of(subject)
     packed = subject.is_hf and bool(weights_of(config))
     expected = "written into its own parameter"
-    of_cache = (
-        f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) gets a "
-        "scale of 1, one in the model's dtype needs none"
-    )
+    of_cache = f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "
+    of_cache += "gets a scale of 1, one in the model's dtype needs none"
     for report, draft in _reports(engine, subject):
         tally.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
@@ -209,10 +196,8 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
-            raise CannotCheck(
-                f"{draft or engine.label} computed {len(report.computed)} parameters from the tensors, for example "
-                f"{report.computed[0]}: those were not compared"
-            )
+            computed = f"{len(report.computed)} parameters from the tensors, for example {report.computed[0]}"
+            raise CannotCheck(f"{draft or engine.label} computed {computed}: those were not compared")
 
 
 def _may_have_experts(subject: Subject) -> bool:
@@ -239,7 +224,6 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
 @each_engine(6, applies_to=_may_repack)
 def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Quantized parameters have Marlin's layout, computed here, and all other parameters are unchanged."""
-    expected = "the loaded values in the kernel's order"
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
@@ -247,7 +231,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
         tally.compared(report.repacked_seen)
         why = partial(why_not_repacked, engine, report.version)
-        yield from _findings(engine, report.repacked, expected, why, draft)
+        yield from _findings(engine, report.repacked, "the loaded values in the kernel's order", why, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
             example = report.unchecked[0] + (f" in {draft}" if draft else "")
@@ -260,10 +244,9 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
     if engine_sizes(engine, subject) is None:
         sizes = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise CannotCheck(
-            f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
-            "ranks cut an expert; give these sizes with --against-megatron only"
-        )
+        why = f"an engine cannot have {given}: {engine.sizes}, and tp / ep ranks cut an expert"
+        hint = "give these sizes with --against-megatron only"
+        raise CannotCheck(f"{engine.label} was loaded on one rank, since {why}; {hint}")
     tally.compared(_report(engine, subject).sizes.ranks)
     yield from ()
 
@@ -318,10 +301,8 @@ def why_unwritten(engine: EngineFacts, seen: Observation, promised: Collection[s
     if lost and seen.tensor not in promised:
         return "the checkpoint lacks a part of the vision tower, which CK730 names: copy its tensors from the release"
     if seen.tensor == seen.param and seen.tensor not in promised:
-        return (
-            f"{engine.label}'s class has a parameter that config.json promises no tensor for: it builds another layer; "
-            f"{engine.codes}3 lists the tensors that it drops"
-        )
+        other = f"{engine.label}'s class has a parameter that config.json promises no tensor for"
+        return f"{other}: it builds another layer; {engine.codes}3 lists the tensors that it drops"
     return f"the tensor is missing from the checkpoint, or {engine.codes}3 lists the name under which it was dropped"
 
 
@@ -330,10 +311,8 @@ def why_dropped(
 ) -> str:
     """The hint for a tensor that was dropped; `packed`: in a quantized checkpoint."""
     if seen.original is not None:
-        return (
-            f"{engine.label}'s draft model shares embeddings and output layer with the model: make the copies equal, "
-            "or leave them out"
-        )
+        shared = f"{engine.label}'s draft model shares embeddings and output layer with the model"
+        return f"{shared}: make the copies equal, or leave them out"
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
         return why_no_scale(engine, seen.tensor, report)
     name = f"{engine.label}'s {report.model}"
@@ -345,29 +324,23 @@ def _why_unpacked(engine: EngineFacts, name: str, config: Mapping[str, Any]) -> 
     """The hint if only the engine or only the checkpoint has the module quantized."""
     module = name.rpartition(".")[0]
     if name.endswith(INT4_ENDINGS) and f"{module}.weight" in (*routers(config), *routers(config, draft=True)):
-        return (
-            f"{engine.label} builds the router unquantized and silently ignores packed tensors for it; "
-            f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
-        )
+        fix = f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
+        return f"{engine.label} builds the router unquantized and silently ignores packed tensors for it; {fix}"
     if name.endswith(INT4_ENDINGS):
-        return f"{engine.label} builds {module} unquantized: store it unquantized, and list it in ignore"
+        return f"{engine.label} builds {module} unquantized: store it so and list it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
-        return (
-            f"{engine.label} builds {module} quantized: pack it, or ignore it by a regex that also matches the fused "
-            "name (qkv_proj, gate_up_proj)"
-        )
+        fix = "pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
+        return f"{engine.label} builds {module} quantized: {fix}"
     return None
 
 
 def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
     """The hint for scales of FP8 blocks, if the engine's class loads none, or none of this module."""
     if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
-        return (
-            f"{engine.label}'s {report.model} loads no scales of FP8 blocks under this name: dequantize it, or "
-            "quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
-        )
+        fix = "dequantize it, or quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
+        return f"{engine.label}'s {report.model} loads no scales of FP8 blocks under this name: {fix}"
     module = name.rpartition(".")[0]
-    return f"{engine.label} builds {module} without FP8: store it in BF16, and list it in modules_to_not_convert"
+    return f"{engine.label} builds {module} without FP8: use BF16, and list it in config.json (modules_to_not_convert)"
 
 
 def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
@@ -382,20 +355,16 @@ def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]
         key = "decoder_sparse_step"
     else:
         return None
-    return (
-        f"{model} has no parameter {seen.param}: it does not read {key} of config.json and builds experts in "
-        f"layer {number}, so it cannot serve this model"
-    )
+    builds = f"it does not read {key} of config.json and builds experts in layer {number}"
+    return f"{model} has no parameter {seen.param}: {builds}, so it cannot serve this model"
 
 
 def _why_unknown(seen: Observation, model: str) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return "engines read one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
     if "elements were written" in seen.what:
-        return (
-            f"{model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes in "
-            "config.json with the release; a class may not read all of them (for example head_dim)"
-        )
+        fix = "compare the sizes in config.json with the release; a class may not read all (for example head_dim)"
+        return f"{model} builds {seen.param} smaller than the tensor and leaves out the rest: {fix}"
     compare = "compare architectures in config.json and the name of the tensor with the release"
     return f"{model} has no parameter {seen.param}: {compare}"
 

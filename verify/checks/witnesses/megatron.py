@@ -18,7 +18,9 @@ from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
 from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
-_ROUTER_BIAS = ".router.expert_bias"
+Seen = tuple[int, TensorSeen]
+_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
 
 
 @once
@@ -65,17 +67,14 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
-        tally.note(
-            f"CK401: norms have only the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as "
-            "trainers save them; Megatron's local spec, which was run here, has other names for them"
-        )
+        saved = f"the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as trainers save them"
+        tally.note(f"CK401: norms have only {saved}; Megatron's local spec, which ran here, has other names for them")
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
-    expected = "on disk, because Megatron requests it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(requests):
         by = format_ranks(rank for name in names for rank in requests[name])
-        yield Issue(expected, "not on disk", hint, names=names, rank=by)
+        yield Issue("on disk, because Megatron requests it", "not on disk", hint, names=names, rank=by)
     if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
@@ -100,7 +99,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
     # Megatron updates biases of routers in float32.
-    narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
+    narrow = [one for one in seen if one[1].name.endswith(".router.expert_bias") and one[1].dtype != "float32"]
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
     hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
     names = sorted({tensor.name for _, tensor in narrow})
@@ -135,21 +134,11 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
-_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-
-
-_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
-
-
 @check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
-    asked = by_key(
-        (key, box)
-        for report in require_finished(subject).reports
-        for key, boxes in report.asked.items()
-        for box in boxes
-    )
+    reports = require_finished(subject).reports
+    asked = by_key((key, box) for report in reports for key, boxes in report.asked.items() for box in boxes)
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 reports it
@@ -174,9 +163,6 @@ def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
     vocabulary = dims_of(config_of(subject)).vocab
     shapes = {key: tensor.shape for key, tensor in stored.items() if not NOT_WEIGHTS.fullmatch(key)}
     return shapes | {key: (min(shapes[key][0], vocabulary), *shapes[key][1:]) for key in _OF_VOCABULARY & shapes.keys()}
-
-
-Seen = tuple[int, TensorSeen]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -22,8 +22,6 @@ from ckptkit.verify.evidence.plain import plain
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
 from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
-_WITNESS = "ckptkit.verify.witnesses.reference.names"
-
 
 def _is_requested(subject: Subject) -> None:
     if subject.is_megatron:
@@ -40,7 +38,7 @@ def _ask(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesRep
             raise CannotCheck(f"{module} is not installed, so transformers' class was not compared")
     specs = _plain_specs(subject)
     job = NamesJob(without_quantization(subject.hf_files.config), specs)
-    return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)
+    return specs, ask_meanwhile(job, "ckptkit.verify.witnesses.reference.names", NamesReport, START_S)
 
 
 @check(
