@@ -86,7 +86,7 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             return super().load(sharded_state_dict, *args, **kwargs)
         # torch's checkpoint reader plans without rank 0, as Megatron has it do from 0.19 on.
         loads = {name: partial(getattr(checkpoint, name), no_dist=True) for name in ("load", "load_state_dict")}
-        with mock.patch.dict(vars(checkpoint), loads):
+        with mock.patch.multiple(checkpoint, **loads):
             return super().load(sharded_state_dict, *args, **kwargs)
 
 
