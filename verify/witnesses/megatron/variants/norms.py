@@ -89,14 +89,14 @@ def mlp_submodules(layer: Any) -> Any:
 def _adapt_sandwich(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-    base: type = TERowParallelLinear if transformer_engine else LocalSpecProvider().row_parallel_linear()
-    for layer in spec.layer_specs if dims.sandwich else ():
-        if dims.sandwich == "layer":
+    if dims.sandwich == "layer":
+        for layer in spec.layer_specs:
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
-        else:
+    elif dims.sandwich:
+        base: type = LocalSpecProvider().row_parallel_linear()
+        if transformer_engine:
+            from megatron.core.extensions.transformer_engine import TERowParallelLinear as base
+        for layer in spec.layer_specs:
             linear = _normed_linear(base, spec.layer_norm)
             layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
 
