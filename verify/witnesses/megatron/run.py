@@ -125,9 +125,11 @@ def run_megatron(subject: Subject) -> MegatronRun:
     trainer = subject.options.megatron.trainer_loader
     ranks = subject.options.megatron.ranks or range(sizes.world)
     gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
-    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
-    is_group = gpu or (not subject.options.megatron.ranks and fits_together(sizes.world, each))
-    at_once = 0 if is_group else ranks_at_once(each)
+    at_once = 0
+    if not gpu:
+        each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
+        is_group = not subject.options.megatron.ranks and fits_together(sizes.world, each)
+        at_once = 0 if is_group else ranks_at_once(each)
     if trainer:
         _check_trainer(subject, sizes, at_once)
         if reason := tracker_fault(subject.location.path):
