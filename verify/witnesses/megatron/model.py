@@ -230,7 +230,7 @@ def _mtp_spec(
     """The spec of multi-token prediction layers, with the model's last layer inside, or None without such layers."""
     if not dims.mtp_layers:
         return None
-    if not spec.layer_specs:
+    if not spec.layer_specs:  # then Megatron-LM uses that layer of the complete model too (its `gpt_builders.py`)
         layers = _standard_spec(gpt_layer_specs.get_gpt_decoder_layer_specs, config, build)  # since 0.16
         spec = _adapted(dims, config, build, replace(spec, layer_specs=layers[-1:]), dims.layers - 1)
     return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
