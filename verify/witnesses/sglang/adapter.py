@@ -149,6 +149,7 @@ def server_options(sizes: EngineSizes) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
+        # The radix cache of linear attention needs a GPU.
         **dict.fromkeys(("disable_cuda_graph", "disable_overlap_schedule", "disable_radix_cache"), True),
     }
 
