@@ -95,7 +95,9 @@ def _adapt_sandwich(
     elif dims.sandwich:
         base: type = LocalSpecProvider().row_parallel_linear()
         if transformer_engine:
-            from megatron.core.extensions.transformer_engine import TERowParallelLinear as base
+            from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+            base = TERowParallelLinear
         for layer in spec.layer_specs:
             linear = _normed_linear(base, spec.layer_norm)
             layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
