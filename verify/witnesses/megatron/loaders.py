@@ -85,7 +85,8 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         if not self.alone:
             return super().load(sharded_state_dict, *args, **kwargs)
         # torch's checkpoint reader plans without rank 0, as Megatron has it do from 0.19 on.
-        loads = {name: partial(getattr(checkpoint, name), no_dist=True) for name in ("load", "load_state_dict")}
+        names = ("load", "load_state_dict")
+        loads: dict[str, Any] = {name: partial(getattr(checkpoint, name), no_dist=True) for name in names}
         with mock.patch.multiple(checkpoint, **loads):
             return super().load(sharded_state_dict, *args, **kwargs)
 
