@@ -66,10 +66,8 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
     Each of these gives two layers of HybridModel, or one if the model's own layers are one block each. With tensor
     parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then needs the sequence
     parallelism that local norms lack. Parameters have the same names in both.
-
-    It patches the stack for the process, which has Transformer Engine's norm as the last one.
     """
-    block.TENorm = WrappedTorchNorm
+    block.TENorm = WrappedTorchNorm  # of the process: the stack's own last norm is Transformer Engine's
     slots: dict[str, Any] = {}
     for place, letter in enumerate(hybrid_pattern(dims).partition("/")[0]):
         if letter == MIXER:
@@ -82,9 +80,8 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
         slots.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:  # HybridModel builds a stack in place of the transformer layer of these
         specs = [replace(spec, submodules=replace(spec.submodules, mtp_model_layer=None)) for spec in mtp.layer_specs]
-        slots["mtp_block_spec"] = ModuleSpec(
-            module=MultiTokenPredictionBlock, submodules=replace(mtp, layer_specs=specs)
-        )
+        parts = replace(mtp, layer_specs=specs)
+        slots["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
     return ModuleSpec(module=_Stack, submodules=_Submodules(**slots))
 
 
