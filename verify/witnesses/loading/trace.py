@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -128,10 +127,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._one_thread.stop()
 
     def feed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -206,8 +203,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_result(self, func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any], result: Any) -> None:
         name = _name_of(func)
         is_constant = name in _CONSTANT
-        leaves = [] if is_constant else [leaf for value in sources.values() for leaf in tree_leaves(value)]
-        origins = _origins(leaves)
+        origins = frozenset() if is_constant else _origins(tree_leaves(dict(sources)))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             block = Block(tensor.dtype, span(tensor), origins=origins) if origins or is_constant else None

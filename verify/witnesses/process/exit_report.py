@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
@@ -96,9 +96,7 @@ class PhaseLog:
     def __enter__(self) -> PhaseLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             message = "; ".join(filter(None, [describe_error(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
