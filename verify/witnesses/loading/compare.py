@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,14 +82,11 @@ class Loaded:
         return names
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
-        """Parameters that were computed only from this tensor by a known formula, and whether their values are right.
-
-        Covers `A_log` of a Mamba mixer, A = -exp(A_log), with the tolerance of one exponential on another device.
-        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM
-        `layers/mamba/mamba_mixer2.py`.
-        """
+        """Parameters computed only from this tensor by a known formula, and whether their values are right."""
         if not name.endswith((".mixer.A_log", ".mamba.A_log")):
             return
+        # A = -exp(A_log), within the rounding of another device. Source: `composed_weight_loader` in SGLang
+        # `layers/attention/mamba/mamba.py`, vLLM `layers/mamba/mamba_mixer2.py`.
         expected = -torch.exp(tensor.float())
         for param, origins in self.placement.computed.items():
             held = self.tensors.get(param)
@@ -215,9 +211,7 @@ class Loaded:
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
         """Unwritten elements of unknown tensors, matched to the module's absent tensors by their total size."""
-        modules: dict[str, list[str]] = defaultdict(list)
-        for param in masks:
-            modules[param.rpartition(".")[0]].append(param)
+        modules = by_key((param.rpartition(".")[0], param) for param in masks)
         shapes = {name: shape for name, shape in self.shapes.items() if name not in self.sizes}
         for param in [param for params in modules.values() for param in params if self.missing_siblings(param)]:
             module = param.rpartition(".")[0]

@@ -135,18 +135,14 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
 
 
 def load_as_trainer(chunks: Sequence[Any], args: Namespace, reader: WatchedLoad) -> list[str]:
-    """Loads this rank's chunks with `load_checkpoint`; returns the names that `load_state_dict` refused.
-
-    Megatron-LM repeats a strict load that failed, without strictness. Raises its exceptions, such as AssertionError for
-    stored arguments that differ from its own.
-    """
+    """Loads with `load_checkpoint`, which raises AssertionError for other arguments. Returns the names that it refused."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training import checkpointing
     from megatron.training.global_vars import set_args
 
     refused: list[str] = []
-    for chunk in chunks:
+    for chunk in chunks:  # a strict load that failed is repeated without strictness
         _record_refused(chunk, refused)
     set_args(args)
     init_num_microbatches_calculator(args.rank, None, args.global_batch_size, 1, args.data_parallel_size)

@@ -186,10 +186,8 @@ def has_mtp(chunk: Chunk) -> bool:
 def _refuse_two_output_layers(chunk: Chunk) -> None:
     """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion without explanation."""
     # Versions with https://github.com/NVIDIA/Megatron-LM/pull/7577 make no second output layer.
-    tied_last_stage = (
-        chunk.share_embeddings_and_output_weights and has_mtp(chunk) and chunk.post_process and not chunk.pre_process
-    )
-    if tied_last_stage and chunk.output_layer.weight is not None:
+    is_last_stage = has_mtp(chunk) and chunk.post_process and not chunk.pre_process
+    if is_last_stage and chunk.share_embeddings_and_output_weights and chunk.output_layer.weight is not None:
         raise RuntimeError(
             "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several "
             "pipeline stages: use one stage, or leave out --mtp-num-layers"

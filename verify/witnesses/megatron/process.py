@@ -77,9 +77,7 @@ def load_chunks(
     """Loads with Megatron.
 
     Returns the number of requested keys, the keys on disk that no rank requested, the requested keys that the disk
-    lacks, and the names that `load_state_dict` refused. `return_all` reports the faults for which `raise_all` stops, on
-    all ranks, so that values can be compared too. A rank without others does not know their requests: its second result
-    is empty.
+    lacks, and the names that `load_state_dict` refused. A rank without others returns no keys that no rank requested.
     """
     reader = reader or WatchedLoad()
     enter(LOAD)
@@ -90,6 +88,7 @@ def load_chunks(
     wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     requested = sum(1 for _ in nested_values(wanted))
     enter(LOAD)
+    # `return_all` reports the faults for which `raise_all` stops, on all ranks, so that values can be compared too.
     loaded, missing, unexpected = dist_checkpointing.load(
         wanted,
         checkpoint,

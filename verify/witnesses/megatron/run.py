@@ -114,8 +114,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, in one process for each rank of its parallel sizes.
 
     On GPUs (NCCL) if there are enough of them, otherwise on the CPU: in one process group (gloo) if the ranks are few
-    and fit, otherwise each by itself, a few at a time. Raises as `sizes_of`, and CkptkitError for a source that does
-    not fit its own config.
+    and fit, otherwise each by itself, a few at a time. Raises as `sizes_of`, and CkptkitError for an invalid source.
     """
     sizes = sizes_of(subject)
     _check_release(subject)

@@ -96,12 +96,10 @@ def memory_limit(free: int) -> int:
 
 
 def exceeds_memory(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
-    """Whether these processes and all in their sessions use more bytes of memory than `limit` together.
-
-    Memory that holds a file does not count: the kernel reclaims it. Shared memory counts once (PSS), which the kernel
-    adds up page by page, so it is read only if the sum of all processes' memory is above the limit.
-    """
+    """Whether these processes and all in their sessions use more bytes of memory than `limit` together."""
     members = session_members(processes)
+    # Memory that holds a file does not count: the kernel reclaims it. Shared memory counts once (PSS), which the kernel
+    # adds up page by page, so it is read only if the sum of all processes' memory is above the limit.
     return _sum(members, "status", "RssAnon", "RssShmem") > limit and (
         _sum(members, "smaps_rollup", "Pss_Anon", "Pss_Shmem") > limit
     )

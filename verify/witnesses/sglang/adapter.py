@@ -248,14 +248,12 @@ def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int
 
 
 def allow_building_on_cpu() -> None:
-    """Lets SGLang build a model without a GPU, which only the forward pass needs.
-
-    The rotary embedding would import vLLM's kernels, and its CPU variant supports few models; compressed-tensors and
-    GLM's fusion of shared experts read a compute capability, Qwen3-Next the GPU's number; experts in NVFP4 allocate
-    their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and Kimi K3 creates streams.
-    """
+    """Lets SGLang build a model without a GPU, which only the forward pass needs."""
     if torch.cuda.is_available():
         return
+    # The rotary embedding would import vLLM's kernels, and its CPU variant supports few models; compressed-tensors and
+    # GLM's fusion of shared experts read a compute capability, Qwen3-Next the GPU's number; experts in NVFP4 allocate
+    # their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and Kimi K3 creates streams.
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.rotary_embedding import base, factory

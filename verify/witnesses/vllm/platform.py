@@ -29,10 +29,7 @@ _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
 _PAGE = 0x10000  # of the largest pages that Linux has on these machines
 # Machine number, and the code of `return 100`.
-_MACHINES = {
-    "x86_64": (62, bytes.fromhex("b864000000c3")),
-    "aarch64": (183, bytes.fromhex("800c8052c0035fd6")),
-}
+_MACHINES = {"x86_64": (62, bytes.fromhex("b864000000c3")), "aarch64": (183, bytes.fromhex("800c8052c0035fd6"))}
 
 
 def emulated_device() -> str | None:

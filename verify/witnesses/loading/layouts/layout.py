@@ -143,8 +143,7 @@ def _int4_values(own: Mapping[str, Tensor]) -> KernelValues | None:
 def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[int, int] | None = None) -> Layout:
     """The weight of a Linear layer in a layout that only its kernel knows, compared by the kernel's results.
 
-    `run` computes outputs [n, outputs] of inputs [n, inputs] in `dtype`, without a bias. Inputs are unit vectors: each
-    row of outputs is a column of the weight.
+    `run` computes outputs [n, outputs] of inputs [n, inputs] in `dtype`, without a bias. Inputs are unit vectors.
     """
 
     def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
