@@ -40,8 +40,7 @@ class Block:
     dtype: torch.dtype
     numel: int
     given: str | None = None  # the name of a tensor from `feed`
-    # The operation that made it, which takes a function from sources to the numbers of their elements, and the place of
-    # its result in the block.
+    # The operation that made it, run on a function from sources to the numbers of their elements, and its own place.
     made: tuple[Callable[[Callable[[Source], Tensor]], Tensor], Region] | None = None
     origins: frozenset[str] = frozenset()  # every given tensor that it was made of
     writes: list[Write] = field(default_factory=list)

@@ -135,7 +135,7 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
 
 
 def load_as_trainer(chunks: Sequence[Any], args: Namespace, reader: WatchedLoad) -> list[str]:
-    """Loads with `load_checkpoint`, which raises AssertionError for other arguments. Returns the names that it refused."""
+    """Loads with `load_checkpoint`, which raises AssertionError for other arguments. Returns the refused names."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training import checkpointing

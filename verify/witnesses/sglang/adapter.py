@@ -166,8 +166,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         device="cuda" if cuda else "cpu",
         **server_options(sizes),
         trust_remote_code=False,
-        # One that SGLang accepts for this model; on a CPU none is ever called. gpt-oss requires triton, and Nemotron-H
-        # with a first layer without attention refuses it.
+        # On a CPU never called. gpt-oss requires triton; Nemotron-H without attention in its first layer refuses it.
         attention_backend="torch_native" if config.get("model_type") == "nemotron_h" else "triton",
         disable_shared_experts_fusion=not fused_shared,
         # Without a GPU the class for experts in NVFP4 is built only for Marlin's kernels.

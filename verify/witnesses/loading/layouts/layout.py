@@ -28,8 +28,7 @@ class LayerOutcome:
 
 
 Compare = Callable[[], LayerOutcome]
-# Copies a layer's parameters before repacking. Returns the names of those that it covers (none if unknown), and the
-# function that compares them afterwards.
+# Copies a layer's parameters before repacking. Returns the names that it covers (none if unknown), and the comparison.
 Layout = Callable[[nn.Module], tuple[Collection[str], Compare]]
 
 

@@ -31,8 +31,7 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron's base class first builds one without sizes and discards it. They only shape the output, since the
-        # softmax scale is an argument.
+        # The base class first builds one without sizes. They only shape the output: the softmax scale is an argument.
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 

@@ -48,8 +48,7 @@ _FIELDS = {
     EXPERTS: "moe_layer",
 }
 _MLP_ONLY: Any = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
-# Names on disk of the local spec's norms: in HybridModel they are always fused into the linear layer after them, except
-# for those before latent attention and before experts.
+# Names on disk of the local spec's norms that HybridModel always fuses into the linear layer after them.
 _FUSED = {
     ATTENTION: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     LATENT: {
