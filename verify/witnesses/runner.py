@@ -80,7 +80,7 @@ def inconclusive(what: str, why: object) -> CannotCheck:
 
 
 def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> Answer[T]:
-    """Runs `python -m MODULE` with a job in a process of its own, which reports a `kind`."""
+    """Runs `python -m MODULE` with a job in a separate process, which reports a `kind`."""
     return ask_ranks({0: job}, module, kind, limit_s, interpreter)
 
 
@@ -217,7 +217,7 @@ def _failed(codes: Codes) -> Codes:
 
 
 def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> Codes:
-    """Exit codes of ranks: from their parent's files, or of their own processes; None while they run."""
+    """Exit codes of ranks, from their parent's files or from their processes, or None while they run."""
     files = {rank: scratch / f"exit-{rank}" for rank in ranks}
     ended = {rank: process.poll() for rank, process in processes.items()}
     return {rank: int(file.read_text()) if file.exists() else ended.get(rank) for rank, file in files.items()}

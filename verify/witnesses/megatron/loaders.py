@@ -3,7 +3,7 @@
 Loading a checkpoint needs no communication. torch's `fake` backend has all the groups of a world of any size and no
 other process, so Megatron's own `initialize_model_parallel` places a single rank in it. Nothing may call a collective
 there, since its results are wrong. A trainer calls `load_checkpoint` of `megatron.training`, which comes with
-megatron-core since 0.19. It runs with patches of torch for the whole process.
+megatron-core since 0.19. It runs with patches of torch for its process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     After loading, `asked` maps every key on disk that this rank read to the boxes of tensors, or none for objects.
 
-    A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests others.
+    A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests other names.
     Those norms are read by the names on disk; `renamed` maps the requested names to these.
     """
 

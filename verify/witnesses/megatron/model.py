@@ -1,7 +1,7 @@
 """Builds the real megatron-core GPTModel or HybridModel of a checkpoint, as one rank of a parallel layout holds it.
 
-Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch for the whole process,
-so only the witness's own processes import it.
+Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch, so only the
+witness's own processes import it.
 """
 
 from __future__ import annotations

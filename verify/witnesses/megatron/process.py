@@ -77,7 +77,7 @@ def load_chunks(
     """Loads with Megatron.
 
     Returns the number of requested keys, the keys on disk that no rank requested, the requested keys that the disk
-    lacks, and the names that `load_state_dict` refused. A rank without others returns no keys that no rank requested.
+    lacks, and the names that `load_state_dict` refused. For a rank that runs alone the second set is empty.
     """
     reader = reader or WatchedLoad()
     enter(LOAD)
@@ -182,7 +182,7 @@ def _run(job: RankJob) -> None:
 
 
 def _forked(job: RankJob, log: Path, parent: int) -> None:
-    """Runs one of several ranks in a process of its own, which prints into the caller's log."""
+    """Runs one of several ranks in a separate process, which prints into the caller's log."""
     end_with_parent(parent)
     with log.open("ab") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

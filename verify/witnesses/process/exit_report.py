@@ -53,7 +53,7 @@ class Phase:
 
     name: str
     code_under_test: tuple[str, ...] = ()  # exceptions of these are verdicts
-    config_validators: tuple[str, ...] = ()  # these refuse a config by messages of their own, even as ImportError
+    config_validators: tuple[str, ...] = ()  # these refuse a config by their own messages, even as ImportError
     infrastructure: tuple[str, ...] = ()  # exceptions of these are about our set-up or the machine
 
 
@@ -111,7 +111,7 @@ def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
 
 
 def describe_exit_code(code: int) -> str | None:
-    """Describes an exit code; None for 0. The kernel kills with SIGKILL when memory runs out."""
+    """Describes an exit code, or returns None for 0. The kernel kills with SIGKILL when memory runs out."""
     if code == 0:
         return None
     if code == OVER_MEMORY:

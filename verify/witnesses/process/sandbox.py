@@ -37,7 +37,7 @@ def environment(**more: str) -> dict[str, str]:
 def start_confined(
     module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE WORDS...` in the directory of `log`, into which it prints, and a session of its own."""
+    """Starts `python -m MODULE WORDS...` in the directory of `log`, into which it prints, and in a new session."""
     command = ["-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
         pipes = {"stdout": output, "stderr": output}

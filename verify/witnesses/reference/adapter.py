@@ -27,7 +27,7 @@ from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherS
 from ckptkit.verify.witnesses.reference.names import answer
 
 LOAD = Phase("loading the adapter in PEFT", code_under_test=("peft",))
-# Fields in addition to those of a merge. PEFT gets no others, since it would import modules and read files for them.
+# Fields in addition to those of a merge. PEFT gets no further ones: it would import modules and read files for them.
 _FIELDS = ("bias", "fan_in_fan_out", "lora_dropout", "task_type")
 _CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,

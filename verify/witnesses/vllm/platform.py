@@ -6,7 +6,7 @@ CPU platform instead, which builds fewer schemes and accepts sizes that no kerne
 
 Its compiled operators are linked against `libcuda.so.1`. They need a handful of its functions to exist, and call none
 of them while a model is built and loaded. Without NVIDIA's driver, a library of that name is written without a compiler
-(ELF, System V ABI), whose functions all return CUDA_ERROR_NO_DEVICE.
+(ELF, System V ABI), with functions that all return CUDA_ERROR_NO_DEVICE.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _answer_as_h100() -> None:
         "get_device_properties": lambda *_: PROPERTIES,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "Stream": _Idle,  # a shared expert gets one of its own
+        "Stream": _Idle,  # a shared expert gets its own one
         "Event": _Idle,
     }
     for name, answer in answers.items():
