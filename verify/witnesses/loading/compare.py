@@ -101,13 +101,10 @@ class Loaded:
         return (name for name in draft_names(self.config, names) if name not in self.copies)
 
     def concerns(self, name: str) -> bool:
-        """Whether a tensor belongs to this model, not to a draft model or a tower that is only copied.
-
-        The scales and codes of a copied tower belong: engines load its weights, and misread them without these. A draft
-        model's copies of its target's tensors belong if the engine was given them.
-        """
-        if self.target is not None:
+        """Whether a tensor belongs to this model, not to a draft model or a tower that is only copied."""
+        if self.target is not None:  # copies of its target's tensors belong if the engine was given them
             return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self.copies)
+        # The scales and codes of a copied tower belong: engines load its weights, and misread them without these.
         carried = family_of(self.config).passes_through(name) and not name.endswith(_QUANTIZED_PARTS)
         return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
 

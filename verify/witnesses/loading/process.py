@@ -97,18 +97,14 @@ def source_of(path: Path) -> Checkpoint:
 
 
 def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-    """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine.
-
-    Multi-token prediction layers are loaded next, as the draft model, and the report is written again with its results;
-    an `ExitReport` next to a report is thus about the draft model.
-    """
+    """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine."""
     report = Path(job.report)
     with PhaseLog(report) as phases:
         engine: Any = import_module(job.adapter)
         build = build_of(job, engine)
         target = load(engine, build, alter, phases)
         save(target.report, report)
-        if target.report.draft:
+        if target.report.draft:  # an `ExitReport` next to a report is thus about the draft model
             draft = load(engine, draft_build(build), alter, phases, target)
             save(replace(target.report, draft_model=draft.report), report)
 

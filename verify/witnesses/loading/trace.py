@@ -105,17 +105,14 @@ def span(tensor: Tensor) -> int:
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records the use of the tensors that `feed` yields.
-
-    `parameters`: each under all its names. `given`: the blocks of the tensors, by name. Loaders with threads load
-    in this one, since a torch dispatch mode sees no other.
-    """
+    """While active, records the use of the tensors that `feed` yields. `parameters`: each under all its names."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given: dict[str, Block] = {}
+        self.given: dict[str, Block] = {}  # the tensors from `feed`, by name
         self._memory = _Memory()
         self._number: tuple[Any, Source] | None = None
+        # Loaders with threads load in this one, since a torch dispatch mode sees no other.
         self._one_thread = patch.object(ThreadPoolExecutor, "submit", _submit_inline)
         for tensor in parameters:
             if self._memory.at(tensor) is None:

@@ -52,18 +52,14 @@ _DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 
 class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """A load strategy for `dist_checkpointing.load`. `alone`: there are no other ranks to plan the reading with.
-
-    After loading, `asked` maps every key on disk that this rank read to the boxes of tensors, or none for objects.
-
-    A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests other names.
-    Those norms are read by the names on disk; `renamed` maps the requested names to these.
-    """
+    """A load strategy for `dist_checkpointing.load`. `alone`: there are no other ranks to plan the reading with."""
 
     def __init__(self, alone: bool = False) -> None:
         super().__init__()
-        self.asked: dict[str, list[Box]] = {}
+        self.asked: dict[str, list[Box]] = {}  # by each key on disk that this rank read, without boxes for objects
         self.alone = alone
+        # A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests other
+        # names. Those norms are read by the names on disk, to which this maps the requested ones.
         self.renamed: dict[str, str] = {}
         self._second: dict[str, str] = {}
 

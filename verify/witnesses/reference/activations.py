@@ -50,11 +50,8 @@ def _group_inputs(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @contextmanager
 def rounded_inputs(model: nn.Module, modules: Collection[str], group: int) -> Iterator[None]:
-    """Has the model's layers of these names round their inputs, `group` values together.
-
-    Experts that transformers keeps in one module round the inputs of all of them, not those of their second product.
-    Raises CkptkitError if the model lacks all of the modules.
-    """
+    """Has the model's layers of these names round inputs, `group` values together. Raises CkptkitError without any."""
+    # Experts that transformers keeps in one module round the inputs of all of them, not those of their second product.
     wanted = {_name(module) for module in modules}
     wanted |= {f"{before}experts" for before, experts, _ in (one.partition("experts.") for one in wanted) if experts}
     with ExitStack() as stack:

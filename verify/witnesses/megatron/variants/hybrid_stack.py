@@ -60,20 +60,18 @@ _FUSED = {
 
 
 def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int) -> ModuleSpec:
-    """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
-
-    Each of these gives two layers of HybridModel, or one if the model's own layers are one block each. With tensor
-    parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then needs the sequence
-    parallelism that local norms lack. Parameters have the same names in both.
-    """
+    """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers."""
     block.TENorm = WrappedTorchNorm  # of the process: the stack's own last norm is Transformer Engine's
     slots: dict[str, Any] = {}
     for place, letter in enumerate(hybrid_pattern(dims).partition("/")[0]):
         if letter == MIXER:
             slots[_FIELDS[letter]] = mixer_layer()
             continue
+        # A layer gives two of HybridModel, or one if the model's own layers are one block each.
         layer = layers[place if dims.pattern else place // 2]
         is_mlp = letter in (DENSE, EXPERTS)
+        # With tensor parallelism the class of sparse attention is GPTModel's, with the same names of parameters, since
+        # HybridModel's then needs the sequence parallelism that local norms lack.
         half = replace(layer.submodules, **_MLP_ONLY) if is_mlp else _attention(layer, letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         slots.setdefault(_FIELDS[letter], replace(layer, submodules=names))
