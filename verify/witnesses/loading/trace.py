@@ -216,9 +216,7 @@ def _name_of(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
 
-def _replay(
-    func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any]
-) -> Callable[[Callable[[Source], Tensor]], Tensor]:
+def _replay(func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any]) -> Callable[..., Tensor]:
     """Returns the same operation, to be run on the numbers of elements."""
     name = _name_of(func)
     chosen = {key: arguments[key] for key in sources if key in _CHOOSERS}

@@ -99,7 +99,6 @@ def _h100() -> Any:
         device_type = "cpu"
         dispatch_key = "CPU"
         dist_backend = "gloo"
-
         get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*CAPABILITY))
         set_device = classmethod(lambda cls, device: None)
         get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
