@@ -1,1 +1,1 @@
-"""Real Megatron, engines and transformers in processes of their own: their jobs, reports and exits."""
+"""Real Megatron, engines and transformers in separate processes: their jobs, reports and exits."""

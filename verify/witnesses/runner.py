@@ -21,18 +21,11 @@ from typing import Any, Generic, TypeVar
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
 from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.witnesses.process import sandbox
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, describe_exit_code, exit_report_of
 from ckptkit.verify.witnesses.process.interpreter import Interpreter
-from ckptkit.verify.witnesses.process.sandbox import (
-    ask_for_stacks,
-    end,
-    exceeds_memory,
-    free_memory,
-    memory_limit,
-    start_confined,
-    stuck_at,
-)
+from ckptkit.verify.witnesses.process.sandbox import free_memory, start_confined
 
 T = TypeVar("T")
 START_S = 1200  # seconds to import a library or an engine on a busy machine, and to compile its kernels
@@ -87,7 +80,7 @@ def inconclusive(what: str, why: object) -> CannotCheck:
 
 
 def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> Answer[T]:
-    """Runs `python -m MODULE` with a job in a process of its own, which reports a `kind`."""
+    """Runs `python -m MODULE` with a job in a separate process, which reports a `kind`."""
     return ask_ranks({0: job}, module, kind, limit_s, interpreter)
 
 
@@ -169,11 +162,11 @@ def run_ranks(
         first, soon_after = wait(numbers, processes, root, time.monotonic() + limit_s)
     finally:
         for process in processes.values():
-            end(process)
+            sandbox.end(process)
     codes, ends = soon_after | first, dict[int, str]()
     for rank in _blamed(root, first) or _blamed(root, soon_after) or first:
         if (code := codes[rank]) is None:
-            ends[rank] = f"it did not end within {limit_s:.0f} s{stuck_at(root / f'log-{rank}')}"
+            ends[rank] = f"it did not end within {limit_s:.0f} s{sandbox.stuck_at(root / f'log-{rank}')}"
         else:
             ends[rank] = str(describe_exit_code(code))
     return ends
@@ -200,7 +193,7 @@ def wait(
     Empty if all went well. A rank that waits for a failing one may end before it. OVER_MEMORY replaces the exit code of
     ranks that together exceeded their memory. At the deadline the stacks of all threads are written into the logs.
     """
-    limit, next_measurement = memory_limit(free_memory()), time.monotonic()
+    limit, next_measurement = sandbox.memory_limit(free_memory()), time.monotonic()
     while True:
         codes = _codes(ranks, processes, scratch)
         running = [rank for rank, code in codes.items() if code is None]
@@ -210,11 +203,11 @@ def wait(
         if not running:
             return {}, {}
         if limit and time.monotonic() >= next_measurement:
-            if exceeds_memory(limit, processes.values()):
+            if sandbox.exceeds_memory(limit, processes.values()):
                 return dict.fromkeys(running, OVER_MEMORY), {}
             next_measurement = time.monotonic() + _MEMORY_SECONDS
         if time.monotonic() > deadline:
-            ask_for_stacks(processes.values())
+            sandbox.ask_for_stacks(processes.values())
             return dict.fromkeys(running), {}
         time.sleep(0.1)
 
@@ -224,7 +217,7 @@ def _failed(codes: Codes) -> Codes:
 
 
 def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> Codes:
-    """Exit codes of ranks: from their parent's files, or of their own processes; None while they run."""
+    """Exit codes of ranks, from their parent's files or from their processes, or None while they run."""
     files = {rank: scratch / f"exit-{rank}" for rank in ranks}
     ended = {rank: process.poll() for rank, process in processes.items()}
     return {rank: int(file.read_text()) if file.exists() else ended.get(rank) for rank, file in files.items()}

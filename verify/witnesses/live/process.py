@@ -9,7 +9,7 @@ Engines are imported only inside functions. No exception of an engine is a verdi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from ckptkit.verify.witnesses.live.server import LiveAdapter, NotTried, RefusedByEngine, Server
+from ckptkit.verify.witnesses.live.server import Held, LiveAdapter, NotTried, RefusedByEngine, Server
 from ckptkit.verify.witnesses.process.codec import save
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 
@@ -80,9 +80,7 @@ def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
         yield RESUMED, ("release_and_resume", "update_by_tensor")
 
 
-def _reload(
-    name: str, step: Sequence[str], server: Server, first: Mapping[str, tuple[str, int]], volatile: Sequence[str]
-) -> Reload:
+def _reload(name: str, step: Sequence[str], server: Server, first: Held, volatile: Sequence[str]) -> Reload:
     """Runs a step and compares. A refused reload leaves nothing to compare."""
     try:
         for method in step:
@@ -93,7 +91,7 @@ def _reload(
     return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)
 
 
-def _changed(before: Mapping[str, tuple[str, int]], after: Mapping[str, tuple[str, int]]) -> list[str]:
+def _changed(before: Held, after: Held) -> list[str]:
     """Names that are not in both mappings with the same digest."""
     return sorted({name for name, _ in before.items() ^ after.items()})
 

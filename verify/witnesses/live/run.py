@@ -1,4 +1,4 @@
-"""Starts a live engine in a process of its own, and returns its report or the reason for none."""
+"""Starts a live engine in a separate process, and returns its report or the reason for none."""
 
 from __future__ import annotations
 

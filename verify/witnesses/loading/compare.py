@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,8 +69,8 @@ class Loaded:
                     explained.add(param)
                 else:
                     faults.append(Observation(name, param, "differs from the values computed from it"))
-            if name in self.in_padding and not self.padded[name].is_padded(tensor):
-                lost = f"the values behind the first {self.padded[name].size} are not 0 and were not written"
+            if (op := self.in_padding.get(name)) is not None and not op.is_padded(tensor):
+                lost = f"the values behind the first {op.size} are not 0 and were not written"
                 faults.append(Observation(name, self.placement.pieces[name][0].param, lost))
             if faults:
                 differing.append(faults[0])
@@ -83,14 +82,11 @@ class Loaded:
         return names
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
-        """Parameters that were computed only from this tensor by a known formula, and whether their values are right.
-
-        Covers `A_log` of a Mamba mixer, A = -exp(A_log), with the tolerance of one exponential on another device.
-        Source: `composed_weight_loader` in SGLang `layers/attention/mamba/mamba.py`, vLLM
-        `layers/mamba/mamba_mixer2.py`.
-        """
+        """Parameters computed only from this tensor by a known formula, and whether their values are right."""
         if not name.endswith((".mixer.A_log", ".mamba.A_log")):
             return
+        # A = -exp(A_log), within the rounding of another device. Source: `composed_weight_loader` in SGLang
+        # `layers/attention/mamba/mamba.py`, vLLM `layers/mamba/mamba_mixer2.py`.
         expected = -torch.exp(tensor.float())
         for param, origins in self.placement.computed.items():
             held = self.tensors.get(param)
@@ -105,13 +101,10 @@ class Loaded:
         return (name for name in draft_names(self.config, names) if name not in self.copies)
 
     def concerns(self, name: str) -> bool:
-        """Whether a tensor belongs to this model, not to a draft model or a tower that is only copied.
-
-        The scales and codes of a copied tower belong: engines load its weights, and misread them without these. A draft
-        model's copies of its target's tensors belong if the engine was given them.
-        """
-        if self.target is not None:
+        """Whether a tensor belongs to this model, not to a draft model or a tower that is only copied."""
+        if self.target is not None:  # copies of its target's tensors belong if the engine was given them
             return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self.copies)
+        # The scales and codes of a copied tower belong: engines load its weights, and misread them without these.
         carried = family_of(self.config).passes_through(name) and not name.endswith(_QUANTIZED_PARTS)
         return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
 
@@ -163,16 +156,17 @@ class Loaded:
 
     def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """The difference between a piece in the model and the reference tensor, or None if they are equal."""
+        wrong: str | None
+        label = self.engine.FACTS.label
         if (parameter := self.tensors.get(piece.param)) is None:
-            return Observation(piece.tensor, piece.param, f"{self.engine.FACTS.label} removed the parameter")
-        if tensor.numel() != self.sizes[piece.tensor]:
-            what = f"{self.sizes[piece.tensor]} elements were given, the source has {tensor.numel()}"
-            return Observation(piece.tensor, piece.param, what)
-        if piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
-            what = f"{self.engine.FACTS.label} changed it to {list(parameter.shape)} {_short(parameter.dtype)}"
-            return Observation(piece.tensor, piece.param, what)
-        actual = piece.actual(parameter)
-        wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
+            wrong = f"{label} removed the parameter"
+        elif tensor.numel() != self.sizes[piece.tensor]:
+            wrong = f"{self.sizes[piece.tensor]} elements were given, the source has {tensor.numel()}"
+        elif piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
+            wrong = f"{label} changed it to {list(parameter.shape)} {_short(parameter.dtype)}"
+        else:
+            actual = piece.actual(parameter)
+            wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
         return Observation(piece.tensor, piece.param, wrong) if wrong else None
 
     def unwritten(self) -> Iterator[Observation]:
@@ -198,10 +192,9 @@ class Loaded:
             if (place := self.locate(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False
         for name, (param, region) in places.items():
-            if param not in masks or not (count := int(region.of(masks[param]).sum())):
-                continue
-            cause = self.why_absent(name)
-            yield Observation(name, param, f"{count} of {region.count} elements were never written: {cause}")
+            if param in masks and (count := int(region.of(masks[param]).sum())):
+                what = f"{count} of {region.count} elements were never written: {self.why_absent(name)}"
+                yield Observation(name, param, what)
         # In a second pass, since several tensors may share a place.
         for param, region in places.values():
             if param in masks:
@@ -215,9 +208,7 @@ class Loaded:
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
         """Unwritten elements of unknown tensors, matched to the module's absent tensors by their total size."""
-        modules: dict[str, list[str]] = defaultdict(list)
-        for param in masks:
-            modules[param.rpartition(".")[0]].append(param)
+        modules = by_key((param.rpartition(".")[0], param) for param in masks)
         shapes = {name: shape for name, shape in self.shapes.items() if name not in self.sizes}
         for param in [param for params in modules.values() for param in params if self.missing_siblings(param)]:
             module = param.rpartition(".")[0]
@@ -292,20 +283,14 @@ class Loaded:
 
     def parts(self, name: str) -> list[Region]:
         """The elements of a tensor that are in parameters, or that need not be."""
-        return [*self.placement.parts(name), *filter(None, [self.in_padding.get(name)])]
+        op = self.in_padding.get(name)
+        return [*self.placement.parts(name), *([] if op is None else [Region(op.size, (op.padding,), (1,))])]
 
     @cached_property
-    def padded(self) -> Mapping[str, ZeroPadded]:
-        return padded_names(self.config)
-
-    @cached_property
-    def in_padding(self) -> Mapping[str, Region]:
-        found: dict[str, Region] = {}
-        for name, op in self.padded.items():
-            parts = self.placement.parts(name) if name in self.placement.pieces else []
-            if parts and max(part.end for part in parts) <= op.size:
-                found[name] = Region(op.size, (op.padding,), (1,))
-        return found
+    def in_padding(self) -> Mapping[str, ZeroPadded]:
+        """Tensors that were written without their padding."""
+        parts = ((name, op, self.placement.parts(name)) for name, op in padded_names(self.config).items())
+        return {name: op for name, op, own in parts if own and max(part.end for part in own) <= op.size}
 
     def locate(self, name: str) -> tuple[str, Region] | None:
         """The place of a tensor, one predicted from similar tensors, or the parameter of its name or its name's end."""
@@ -342,11 +327,10 @@ class Loaded:
                 yield Observation(name, param, what)
             elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
-                    original = self.copies.get(name)
-                    instead = (
-                        f"{self.engine.FACTS.label}'s draft model uses {original}, which differs or was not loaded"
-                    )
-                    what = instead if original else "it was given to load_weights and never written"
+                    what = "it was given to load_weights and never written"
+                    if original := self.copies.get(name):
+                        label = self.engine.FACTS.label
+                        what = f"{label}'s draft model uses {original}, which differs or was not loaded"
                     yield Observation(name, param, what, original=original, is_dropped=not original)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
                     yield Observation(name, param, "another tensor was written over it")

@@ -41,10 +41,8 @@ class EngineFacts:
     attention_whole: bool = False  # each rank can hold all attention heads
     shares_experts: bool = True  # expert parallelism may be smaller than tensor parallelism
     live: str = ""  # the module that serves a checkpoint with it (`ckptkit.verify.witnesses.live.server.LiveAdapter`)
-    # Whether a checkpoint with these names needs the shared expert as one more routed expert.
-    fuses_shared: Callable[[Iterable[str]], bool] = lambda names: False
-    # The tensors, of these names, that a running engine cannot load a second time.
-    not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []
+    fuses_shared: Callable[[Iterable[str]], bool] = lambda names: False  # loads the shared expert as a routed one
+    not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []  # those that it cannot load again
     cpu_package: str | None = None  # the distribution that serves without a GPU
     updates_draft: bool = False  # the witness updates a running engine's draft model too
     without_gpu: tuple[tuple[str, str], ...] = ()  # environment variables of a second attempt without a GPU

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.witnesses.loading.region import Region, covered
 
 NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
@@ -111,9 +112,7 @@ class LoadReport:
         routers = _shared([report.routers for report in reports])
         repacked = [report.repacked for report in reports if report.repacked is not None]
         drafts = [report.draft_model for report in reports if report.draft_model is not None]
-        requantized: dict[str, float] = {}
-        for name, change in (item for report in reports for item in report.requantized.items()):
-            requantized[name] = max(change, requantized.get(name, 0.0))
+        changes = by_key(item for report in reports for item in report.requantized.items())
         return replace(
             first,
             equal={name: size for report in reports for name, size in report.equal.items() if name not in wrong},
@@ -128,7 +127,7 @@ class LoadReport:
             repacked=_shared(repacked) if len(repacked) == len(reports) else None,
             repacked_seen=sum(report.repacked_seen for report in reports),
             unchecked=_distinct(report.unchecked for report in reports),
-            requantized=requantized,
+            requantized={name: max(parts) for name, parts in changes.items()},
             draft_model=LoadReport.merged(drafts) if len(drafts) == len(reports) else None,
         )
 

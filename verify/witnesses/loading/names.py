@@ -34,9 +34,7 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 def is_unused_input_scale(param: str, config: Mapping[str, Any]) -> bool:
     """Whether a parameter is a scale of inputs, which engines allocate even if a checkpoint has only 4-bit weights."""
-    if _OF_INPUTS.fullmatch(param) is None:
-        return False
-    layouts = _layouts(config)
+    layouts = _layouts(config) if _OF_INPUTS.fullmatch(param) else ()
     return bool(layouts) and all(row.second and not row.needs_input for row in layouts)
 
 

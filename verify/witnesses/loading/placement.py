@@ -98,9 +98,8 @@ class Placement:
                 continue
             seen.add(place)
             writes = _writes_of(source, tensor)
-            for write in writes:
-                if (piece := _copied(name, write)) is not None:
-                    written[piece.tensor].append(piece)
+            for piece in filter(None, (_copied(name, write) for write in writes)):
+                written[piece.tensor].append(piece)
             for write, surviving in _surviving(writes):
                 copied = [] if write.source is None else list(numbering.pieces(name, write, surviving))
                 for piece in copied:

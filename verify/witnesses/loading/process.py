@@ -1,9 +1,9 @@
 """A real engine as a witness: `python -m ckptkit.verify.witnesses.loading.process JOB.json` loads and reports.
 
-Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Then it is compared which
-elements still hold the poison, where each part of each tensor was written (recorded from torch operations, so that no
-loader can hide a write), and whether its bits are there. With CUDA the quantization methods then repack weights, which
-is checked too. The tests compare an engine's logits with transformers', which shows that these places are right.
+Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. The report has elements
+that still hold the poison, and places where the bits of a tensor differ. Places are recorded from torch operations, so
+that no loader can hide a write. With CUDA the quantization methods then repack weights, which is checked too. The tests
+compare an engine's logits with transformers', which shows that these places are right.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ Wanted = Callable[[str], bool]  # by a tensor's name
 
 
 def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
-    """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update.
-
-    Its config is written into the job's scratch directory. Tensors that Megatron does not hold (a vision tower) come
-    from the directory next to it, or from the release.
-    """
+    """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update."""
     location = locate(job.checkpoint)
     if location.is_hf:
         path = location.path
@@ -55,14 +51,14 @@ def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
         reference = partial(safetensors_of, path)
         return ModelBuild(path, job.scratch, config, None, reference, is_fused_shared, job.sizes, job.rank)
     checkpoint = open_megatron(location, job.hf)
+    # Tensors that Megatron does not hold (a vision tower) come from the directory next to it, or from the release.
     view = as_release(checkpoint, location.root)
     path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
     reference = partial(stream, source_of(job.source) if job.source else view)
-    return ModelBuild(
-        path, job.scratch, checkpoint.config, partial(stream, view), reference, sizes=job.sizes, rank=job.rank
-    )
+    weights = partial(stream, view)
+    return ModelBuild(path, job.scratch, checkpoint.config, weights, reference, sizes=job.sizes, rank=job.rank)
 
 
 def draft_build(build: ModelBuild) -> ModelBuild:
@@ -101,18 +97,14 @@ def source_of(path: Path) -> Checkpoint:
 
 
 def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
-    """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine.
-
-    Multi-token prediction layers are loaded next, as the draft model, and the report is written again with its results;
-    an `ExitReport` next to a report is thus about the draft model.
-    """
+    """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine."""
     report = Path(job.report)
     with PhaseLog(report) as phases:
         engine: Any = import_module(job.adapter)
         build = build_of(job, engine)
         target = load(engine, build, alter, phases)
         save(target.report, report)
-        if target.report.draft:
+        if target.report.draft:  # an `ExitReport` next to a report is thus about the draft model
             draft = load(engine, draft_build(build), alter, phases, target)
             save(replace(target.report, draft_model=draft.report), report)
 

@@ -99,7 +99,8 @@ def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
-    """Raises CannotCheck unless the engine must choose the class that ckptkit knows, and no code of the checkpoint."""
+    """Raises CannotCheck unless the engine must choose the class that ckptkit knows."""
+    # For other names an engine uses transformers' class, and to find it runs files of the checkpoint (`auto_map`).
     expected, actual = family_of(config).architectures, config.get("architectures")
     if actual not in [[name] for name in expected]:
         raise CannotCheck(

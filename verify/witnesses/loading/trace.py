@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,8 +40,7 @@ class Block:
     dtype: torch.dtype
     numel: int
     given: str | None = None  # the name of a tensor from `feed`
-    # The operation that made it, which takes a function from sources to the numbers of their elements, and the place of
-    # its result in the block.
+    # The operation that made it, run on a function from sources to the numbers of their elements, and its own place.
     made: tuple[Callable[[Callable[[Source], Tensor]], Tensor], Region] | None = None
     origins: frozenset[str] = frozenset()  # every given tensor that it was made of
     writes: list[Write] = field(default_factory=list)
@@ -107,17 +105,14 @@ def span(tensor: Tensor) -> int:
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records the use of the tensors that `feed` yields.
-
-    `parameters`: each under all its names. `given`: the blocks of the tensors, by name. Loaders with threads load
-    in this one, since a torch dispatch mode sees no other.
-    """
+    """While active, records the use of the tensors that `feed` yields. `parameters`: each under all its names."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given: dict[str, Block] = {}
+        self.given: dict[str, Block] = {}  # the tensors from `feed`, by name
         self._memory = _Memory()
         self._number: tuple[Any, Source] | None = None
+        # Loaders with threads load in this one, since a torch dispatch mode sees no other.
         self._one_thread = patch.object(ThreadPoolExecutor, "submit", _submit_inline)
         for tensor in parameters:
             if self._memory.at(tensor) is None:
@@ -128,10 +123,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._one_thread.stop()
 
     def feed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -206,8 +199,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_result(self, func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any], result: Any) -> None:
         name = _name_of(func)
         is_constant = name in _CONSTANT
-        leaves = [] if is_constant else [leaf for value in sources.values() for leaf in tree_leaves(value)]
-        origins = _origins(leaves)
+        origins = frozenset() if is_constant else _origins(tree_leaves(dict(sources)))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             block = Block(tensor.dtype, span(tensor), origins=origins) if origins or is_constant else None
@@ -224,9 +216,7 @@ def _name_of(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
 
-def _replay(
-    func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any]
-) -> Callable[[Callable[[Source], Tensor]], Tensor]:
+def _replay(func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any]) -> Callable[..., Tensor]:
     """Returns the same operation, to be run on the numbers of elements."""
     name = _name_of(func)
     chosen = {key: arguments[key] for key in sources if key in _CHOOSERS}

@@ -1,8 +1,7 @@
 """Lets megatron-core be imported on a machine without a GPU.
 
-megatron-core uses many packages if they are installed (Transformer Engine, apex, flash_mla, mamba_ssm ...). Some are
-installed but broken: they need a driver, or libraries of another CUDA. Their exceptions would end Megatron, which in
-places expects only ModuleNotFoundError.
+megatron-core uses many packages if they are installed (Transformer Engine, apex, flash_mla, mamba_ssm ...). Some need a
+driver, or libraries of another CUDA. Their exceptions would end Megatron, which expects only ModuleNotFoundError.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Loading a checkpoint needs no communication. torch's `fake` backend has all the groups of a world of any size and no
 other process, so Megatron's own `initialize_model_parallel` places a single rank in it. Nothing may call a collective
 there, since its results are wrong. A trainer calls `load_checkpoint` of `megatron.training`, which comes with
-megatron-core since 0.19. It runs with patches of torch for the whole process.
+megatron-core since 0.19. It runs with patches of torch for its process.
 """
 
 from __future__ import annotations
@@ -52,18 +52,14 @@ _DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 
 class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """A load strategy for `dist_checkpointing.load`. `alone`: there are no other ranks to plan the reading with.
-
-    After loading, `asked` maps every key on disk that this rank read to the boxes of tensors, or none for objects.
-
-    A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests others.
-    Those norms are read by the names on disk; `renamed` maps the requested names to these.
-    """
+    """A load strategy for `dist_checkpointing.load`. `alone`: there are no other ranks to plan the reading with."""
 
     def __init__(self, alone: bool = False) -> None:
         super().__init__()
-        self.asked: dict[str, list[Box]] = {}
+        self.asked: dict[str, list[Box]] = {}  # by each key on disk that this rank read, without boxes for objects
         self.alone = alone
+        # A trainer's checkpoint has only Transformer Engine's names of norms, and Megatron's local spec requests other
+        # names. Those norms are read by the names on disk, to which this maps the requested ones.
         self.renamed: dict[str, str] = {}
         self._second: dict[str, str] = {}
 
@@ -85,8 +81,9 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         if not self.alone:
             return super().load(sharded_state_dict, *args, **kwargs)
         # torch's checkpoint reader plans without rank 0, as Megatron has it do from 0.19 on.
-        loads = {name: partial(getattr(checkpoint, name), no_dist=True) for name in ("load", "load_state_dict")}
-        with mock.patch.dict(vars(checkpoint), loads):
+        names = ("load", "load_state_dict")
+        loads: dict[str, Any] = {name: partial(getattr(checkpoint, name), no_dist=True) for name in names}
+        with mock.patch.multiple(checkpoint, **loads):
             return super().load(sharded_state_dict, *args, **kwargs)
 
 
@@ -134,18 +131,14 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
 
 
 def load_as_trainer(chunks: Sequence[Any], args: Namespace, reader: WatchedLoad) -> list[str]:
-    """Loads this rank's chunks with `load_checkpoint`; returns the names that `load_state_dict` refused.
-
-    Megatron-LM repeats a strict load that failed, without strictness. Raises its exceptions, such as AssertionError for
-    stored arguments that differ from its own.
-    """
+    """Loads with `load_checkpoint`, which raises AssertionError for other arguments. Returns the refused names."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training import checkpointing
     from megatron.training.global_vars import set_args
 
     refused: list[str] = []
-    for chunk in chunks:
+    for chunk in chunks:  # a strict load that failed is repeated without strictness
         _record_refused(chunk, refused)
     set_args(args)
     init_num_microbatches_calculator(args.rank, None, args.global_batch_size, 1, args.data_parallel_size)

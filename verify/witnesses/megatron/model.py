@@ -1,7 +1,7 @@
 """Builds the real megatron-core GPTModel or HybridModel of a checkpoint, as one rank of a parallel layout holds it.
 
-Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch for the whole process,
-so only the witness's own processes import it.
+Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch, so only the
+witness's own processes import it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ with importing_megatron():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from ckptkit.verify.witnesses.megatron.variants import VARIANTS
     from ckptkit.verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK, hybrid_model, local_stack
+    from ckptkit.verify.witnesses.megatron.variants.variant import BlockSpec
 
 Chunk = Any  # a GPTModel or a HybridModel: their common base class lacks the attributes used here
-
-
 _OFF = (
     *("perform_initialization", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
     *("apply_rope_fusion", "gradient_accumulation_fusion"),
@@ -186,14 +184,10 @@ def has_mtp(chunk: Chunk) -> bool:
 
 
 def _refuse_two_output_layers(chunk: Chunk) -> None:
-    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion without explanation.
-
-    Source: https://github.com/NVIDIA/Megatron-LM/pull/7577; versions with that change make no second output layer.
-    """
-    tied_last_stage = (
-        chunk.share_embeddings_and_output_weights and has_mtp(chunk) and chunk.post_process and not chunk.pre_process
-    )
-    if tied_last_stage and chunk.output_layer.weight is not None:
+    """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion without explanation."""
+    # Versions with https://github.com/NVIDIA/Megatron-LM/pull/7577 make no second output layer.
+    is_last_stage = has_mtp(chunk) and chunk.post_process and not chunk.pre_process
+    if is_last_stage and chunk.share_embeddings_and_output_weights and chunk.output_layer.weight is not None:
         raise RuntimeError(
             "this megatron-core neither saves nor loads tied embeddings with multi-token prediction over several "
             "pipeline stages: use one stage, or leave out --mtp-num-layers"
@@ -208,8 +202,8 @@ def _standard_spec(make: Callable[..., Any], config: TransformerConfig, build: M
 
 
 def _adapted(
-    dims: ModelDims, config: TransformerConfig, build: MegatronBuild, spec: TransformerBlockSubmodules, first: int
-) -> TransformerBlockSubmodules:
+    dims: ModelDims, config: TransformerConfig, build: MegatronBuild, spec: BlockSpec, first: int
+) -> BlockSpec:
     """The spec of this rank's layers: Megatron's own, changed by variants. `metainfo` has a layer's number, from 0."""
     spec.layer_specs = [
         replace(layer, metainfo={**layer.metainfo, "layer": first + place})
@@ -221,16 +215,12 @@ def _adapted(
 
 
 def _mtp_spec(
-    dims: ModelDims,
-    config: TransformerConfig,
-    build: MegatronBuild,
-    spec: TransformerBlockSubmodules,
-    stage: int | None,
+    dims: ModelDims, config: TransformerConfig, build: MegatronBuild, spec: BlockSpec, stage: int | None
 ) -> Any:
     """The spec of multi-token prediction layers, with the model's last layer inside, or None without such layers."""
     if not dims.mtp_layers:
         return None
-    if not spec.layer_specs:
+    if not spec.layer_specs:  # then Megatron-LM uses that layer of the complete model too (its `gpt_builders.py`)
         layers = _standard_spec(gpt_layer_specs.get_gpt_decoder_layer_specs, config, build)  # since 0.16
         spec = _adapted(dims, config, build, replace(spec, layer_specs=layers[-1:]), dims.layers - 1)
     return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
@@ -273,7 +263,8 @@ def _build(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Chunk:
     kind = _hybrid_model(dims, config, build, stage) if build.hybrid else _gpt_model(dims, args, config, build, stage)
-    with _default_device():
+    # Megatron's local norms are plain torch modules, made on torch's default device.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return kind(
             config=config,
             vocab_size=padded_vocab(dims.vocab, build.sizes.tp),
@@ -287,11 +278,6 @@ def _build(
             rotary_base=args.get("rotary_base", 10000),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
         )
-
-
-def _default_device() -> torch.device:
-    # Megatron's local norms are plain torch modules, made on torch's default device.
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def logits(model: Chunk, tokens: Tensor) -> Tensor:

@@ -64,15 +64,8 @@ def held_by(chunk: Chunk) -> dict[str, Tensor]:
     return {name: one for name, one in state if isinstance(one, Tensor) and not name.endswith("_extra_state")}
 
 
-OPEN = Phase("opening the checkpoint and its reference")
-CONNECT = Phase("joining the process groups")
-IMPORT = Phase("importing Megatron-LM's training package")
-ARGUMENTS = Phase("parsing Megatron-LM's arguments")
-BUILD = Phase("building the model")
-ASK = Phase("asking the model which keys it wants")
 LOAD = Phase("loading the weights", ("megatron", "torch"))
 COMPARE = Phase("comparing what was loaded")
-COMPUTE = Phase("computing log-probabilities")
 
 
 def load_chunks(
@@ -84,19 +77,18 @@ def load_chunks(
     """Loads with Megatron.
 
     Returns the number of requested keys, the keys on disk that no rank requested, the requested keys that the disk
-    lacks, and the names that `load_state_dict` refused. `return_all` reports the faults for which `raise_all` stops, on
-    all ranks, so that values can be compared too. A rank without others does not know their requests: its second result
-    is empty.
+    lacks, and the names that `load_state_dict` refused. For a rank that runs alone the second set is empty.
     """
     reader = reader or WatchedLoad()
     enter(LOAD)
     common = dist_checkpointing.load_common_state_dict(checkpoint)
     metadata: dict[str, Any] = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    enter(ASK)
+    enter(Phase("asking the model which keys it wants"))
     wanted = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     requested = sum(1 for _ in nested_values(wanted))
     enter(LOAD)
+    # `return_all` reports the faults for which `raise_all` stops, on all ranks, so that values can be compared too.
     loaded, missing, unexpected = dist_checkpointing.load(
         wanted,
         checkpoint,
@@ -119,28 +111,28 @@ def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, 
 
 def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     """Runs one rank and returns its report. Raises Megatron's exceptions."""
-    enter(OPEN)
+    enter(Phase("opening the checkpoint and its reference"))
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
     config = adapt_config(checkpoint.config, checkpoint.specs)
     dims = dims_of(config)
     dialect = HYBRID if job.hybrid else MCORE
     reference: Checkpoint = reference_tensors(job.source, job.hf, dialect) if job.source else checkpoint
-    enter(CONNECT)
+    enter(Phase("joining the process groups"))
     if job.at_once:
         loaders.connect_alone(job.sizes, job.rank)
     else:
         connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
-    enter(BUILD)
+    enter(Phase("building the model"))
     build = model.MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid)
     chunks = build_chunks(dims, build)
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
     if job.trainer:  # it raises for keys that the disk lacks
-        enter(IMPORT)
+        enter(Phase("importing Megatron-LM's training package"))
         loaders.import_loader()
         with loaders.pretend_gpu():
-            enter(ARGUMENTS)
+            enter(Phase("parsing Megatron-LM's arguments"))
             args = loaders.arguments_for(dims, job)
             enter(LOAD)
             refused = loaders.load_as_trainer(chunks, args, reader)
@@ -150,7 +142,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     enter(COMPARE)
     rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
     at = Position.here(dims.experts, not job.transformer_engine)
-    enter(COMPUTE)
+    enter(Phase("computing log-probabilities"))
     answers = _answers(chunks, job, dims.vocab)
     enter(COMPARE)
     return RankReport(
@@ -190,7 +182,7 @@ def _run(job: RankJob) -> None:
 
 
 def _forked(job: RankJob, log: Path, parent: int) -> None:
-    """Runs one of several ranks in a process of its own, which prints into the caller's log."""
+    """Runs one of several ranks in a separate process, which prints into the caller's log."""
     end_with_parent(parent)
     with log.open("ab") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

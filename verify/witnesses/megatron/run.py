@@ -114,8 +114,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, in one process for each rank of its parallel sizes.
 
     On GPUs (NCCL) if there are enough of them, otherwise on the CPU: in one process group (gloo) if the ranks are few
-    and fit, otherwise each by itself, a few at a time. Raises as `sizes_of`, and CkptkitError for a source that does
-    not fit its own config.
+    and fit, otherwise each by itself, a few at a time. Raises as `sizes_of`, and CkptkitError for an invalid source.
     """
     sizes = sizes_of(subject)
     _check_release(subject)
@@ -125,9 +124,11 @@ def run_megatron(subject: Subject) -> MegatronRun:
     trainer = subject.options.megatron.trainer_loader
     ranks = subject.options.megatron.ranks or range(sizes.world)
     gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
-    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
-    is_group = gpu or (not subject.options.megatron.ranks and fits_together(sizes.world, each))
-    at_once = 0 if is_group else ranks_at_once(each)
+    at_once = 0
+    if not gpu:
+        each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
+        is_group = not subject.options.megatron.ranks and fits_together(sizes.world, each)
+        at_once = 0 if is_group else ranks_at_once(each)
     if trainer:
         _check_trainer(subject, sizes, at_once)
         if reason := tracker_fault(subject.location.path):

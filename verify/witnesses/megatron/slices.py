@@ -110,11 +110,10 @@ def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at:
     if same_bytes(expected.contiguous(), held.contiguous()):
         return seen
     result = compare(rule.megatron, held, expected, held.dtype)
-    if not result.same_shape:
-        return replace(seen, verdict="differs", differing=result.unequal)
-    if poisoned(local).all():
-        return replace(seen, verdict="unwritten", differing=result.unequal)
-    return replace(seen, verdict="differs", differing=result.unequal, largest=result.largest)
+    seen = replace(seen, verdict="differs", differing=result.unequal)
+    if result.same_shape and poisoned(local).all():
+        return replace(seen, verdict="unwritten")
+    return replace(seen, largest=result.largest) if result.same_shape else seen
 
 
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
@@ -53,7 +53,7 @@ class Phase:
 
     name: str
     code_under_test: tuple[str, ...] = ()  # exceptions of these are verdicts
-    config_validators: tuple[str, ...] = ()  # these refuse a config by messages of their own, even as ImportError
+    config_validators: tuple[str, ...] = ()  # these refuse a config by their own messages, even as ImportError
     infrastructure: tuple[str, ...] = ()  # exceptions of these are about our set-up or the machine
 
 
@@ -96,9 +96,7 @@ class PhaseLog:
     def __enter__(self) -> PhaseLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             message = "; ".join(filter(None, [describe_error(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
@@ -113,7 +111,7 @@ def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
 
 
 def describe_exit_code(code: int) -> str | None:
-    """Describes an exit code; None for 0. The kernel kills with SIGKILL when memory runs out."""
+    """Describes an exit code, or returns None for 0. The kernel kills with SIGKILL when memory runs out."""
     if code == 0:
         return None
     if code == OVER_MEMORY:

@@ -61,17 +61,17 @@ class Interpreter:
             with suppress(PackageNotFoundError):
                 return version(package)
             return None
-        done = self._ask(_RELEASE, package)
-        return None if done.returncode else done.stdout.strip()
+        output = self._ask(_RELEASE, package)
+        return None if output is None else output.strip()
 
     def has(self, module: str) -> bool:
         """Whether a module can be found there. Only its parent packages are imported."""
         if not self.is_external:
             return find_spec(module) is not None
-        return self._ask(_HAS, module).returncode == 0
+        return self._ask(_HAS, module) is not None
 
-    def _ask(self, program: str, word: str) -> subprocess.CompletedProcess[str]:
-        """Runs a short program there. Raises UsageError if this is not a Python that runs."""
+    def _ask(self, program: str, word: str) -> str | None:
+        """The output of a short program there, or None for a missing package. Raises UsageError if it does not run."""
         variables = environment() | {"PYTHONPATH": ""}
         command = ["-c", _PROGRAM.format(program, _ABSENT), word]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -88,7 +88,7 @@ class Interpreter:
             raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
         if process.returncode not in (0, _ABSENT):
             raise UsageError(f"{self.path} is not a Python that runs", one_line(errors)[-200:] or "it failed")
-        return subprocess.CompletedProcess([self.path], process.returncode, output)
+        return None if process.returncode else output
 
 
 def python_of(program: str, given: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ def environment(**more: str) -> dict[str, str]:
 def start_confined(
     module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE WORDS...` in the directory of `log`, into which it prints, and a session of its own."""
+    """Starts `python -m MODULE WORDS...` in the directory of `log`, into which it prints, and in a new session."""
     command = ["-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
         pipes = {"stdout": output, "stderr": output}
@@ -96,12 +96,10 @@ def memory_limit(free: int) -> int:
 
 
 def exceeds_memory(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
-    """Whether these processes and all in their sessions use more bytes of memory than `limit` together.
-
-    Memory that holds a file does not count: the kernel reclaims it. Shared memory counts once (PSS), which the kernel
-    adds up page by page, so it is read only if the sum of all processes' memory is above the limit.
-    """
+    """Whether these processes and all in their sessions use more bytes of memory than `limit` together."""
     members = session_members(processes)
+    # Memory that holds a file does not count: the kernel reclaims it. Shared memory counts once (PSS), which the kernel
+    # adds up page by page, so it is read only if the sum of all processes' memory is above the limit.
     return _sum(members, "status", "RssAnon", "RssShmem") > limit and (
         _sum(members, "smaps_rollup", "Pss_Anon", "Pss_Shmem") > limit
     )

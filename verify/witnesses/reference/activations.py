@@ -25,7 +25,7 @@ def rounds_activations(quantization: Mapping[str, Any]) -> bool:
 
 
 def group_of(quantization: Mapping[str, Any]) -> int | None:
-    """The number of a layer's inputs that share a scale in FP8, or 0 for all of a token; None if SGLang rounds none.
+    """The number of a layer's inputs that share a scale in FP8, 0 for all of a token, or None if SGLang rounds none.
 
     A scale is the largest magnitude / 448, in float32: SGLang 0.5.16 `fp8_kernel.py`,
     `sglang_per_token_group_quant_fp8` and `scaled_fp8_quant`. Raises CannotCheck for every other rounding.
@@ -50,11 +50,8 @@ def _group_inputs(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @contextmanager
 def rounded_inputs(model: nn.Module, modules: Collection[str], group: int) -> Iterator[None]:
-    """Has the model's layers of these names round their inputs, `group` values together.
-
-    Experts that transformers keeps in one module round the inputs of all of them, not those of their second product.
-    Raises CkptkitError if the model has none of the modules.
-    """
+    """Has the model's layers of these names round inputs, `group` values together. Raises CkptkitError without any."""
+    # Experts that transformers keeps in one module round the inputs of all of them, not those of their second product.
     wanted = {_name(module) for module in modules}
     wanted |= {f"{before}experts" for before, experts, _ in (one.partition("experts.") for one in wanted) if experts}
     with ExitStack() as stack:

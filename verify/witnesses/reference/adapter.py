@@ -27,8 +27,7 @@ from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherS
 from ckptkit.verify.witnesses.reference.names import answer
 
 LOAD = Phase("loading the adapter in PEFT", code_under_test=("peft",))
-# Fields in addition to those that a merge applies. No other field of adapter_config.json reaches PEFT, which would
-# import modules and read files that they name.
+# Fields in addition to those of a merge. PEFT gets no further ones: it would import modules and read files for them.
 _FIELDS = ("bias", "fan_in_fan_out", "lora_dropout", "task_type")
 _CLASSES = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,

@@ -35,17 +35,13 @@ def distance(one: Sequence[Judged], other: Sequence[Judged]) -> Distance:
     """`other` has in `top` the log-probabilities of the tokens in `top_ids` of `one`."""
     gaps = _gaps(one, other)
     divergences = np.concatenate([_divergence(a, b) for a, b in zip(one, other, strict=True)])
-    shared = [
-        len({*mine} & {*theirs}) / len(theirs)
-        for a, b in zip(one, other, strict=True)
-        for mine, theirs in zip(a.top_ids, b.top_ids, strict=True)
-    ]
-    differences = (
-        (number, position)
+    tops = [
+        (number, position, mine, theirs)
         for number, (a, b) in enumerate(zip(one, other, strict=True))
         for position, (mine, theirs) in enumerate(zip(a.top_ids, b.top_ids, strict=True), start=1)
-        if mine[0] != theirs[0]
-    )
+    ]
+    shared = [len({*mine} & {*theirs}) / len(theirs) for *_, mine, theirs in tops]
+    differences = ((number, position) for number, position, mine, theirs in tops if mine[0] != theirs[0])
     means = float(divergences.mean()), float(np.mean(shared))
     return Distance(float(gaps.mean()), float(gaps.max()), *means, next(differences, None))
 

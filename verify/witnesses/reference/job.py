@@ -28,8 +28,7 @@ class Judged:
 def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) -> Judged:
     """The log-probabilities of a prompt, the best tokens, and those of `top_ids`, from its logits [tokens, vocabulary].
 
-    Both transformers and Megatron use it. Without `top_ids`, one list for each position but the first, the third are
-    those of the best tokens themselves.
+    Without `top_ids` (a list for each position but the first) the third are those of the best tokens themselves.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Runs transformers in a process of its own as the reference for a checkpoint."""
+"""Runs transformers in a separate process as the reference for a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WITH_ROOM = 1.2  # of a model's size, for activations and loading
 
 
 def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
-    """transformers' answer to a job. Raises CannotCheck if there is none."""
+    """transformers' answer to a job. Raises CannotCheck if it gives none."""
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
     limit_s = time_limit(specs, _PASSES) + operations / _OPERATIONS_A_SECOND
@@ -39,7 +39,7 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
 
 @once
 def run_prediction(subject: Subject) -> Reference:
-    """transformers' prediction of fixed texts, in float32 if that fits. Raises CannotCheck if there is none."""
+    """transformers' prediction of fixed texts, in float32 if that fits. Raises CannotCheck if it gives none."""
     config = config_of(subject)
     home = Path(getattr(subject.checkpoint, "hf_path", subject.path))
     texts = texts_of(tokenizer_of(home), config)

@@ -143,7 +143,7 @@ def _numbers(file: SavedFile, where: str, name: str, value: Any, kinds: Set[type
 
 
 def _prompt(value: Any, options: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]] | None:
-    """Text or messages; None for neither, and if they or the template's options are not plain data."""
+    """Text or messages, or None for neither, and if they or the template's options are not plain data."""
     messages = isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
     try:
         json.dumps([value, options])

@@ -149,6 +149,7 @@ def server_options(sizes: EngineSizes) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
+        # The radix cache of linear attention needs a GPU.
         **dict.fromkeys(("disable_cuda_graph", "disable_overlap_schedule", "disable_radix_cache"), True),
     }
 
@@ -165,8 +166,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         device="cuda" if cuda else "cpu",
         **server_options(sizes),
         trust_remote_code=False,
-        # One that SGLang accepts for this model; on a CPU none is ever called. gpt-oss requires triton, and Nemotron-H
-        # with a first layer without attention refuses it.
+        # On a CPU never called. gpt-oss requires triton; Nemotron-H without attention in its first layer refuses it.
         attention_backend="torch_native" if config.get("model_type") == "nemotron_h" else "triton",
         disable_shared_experts_fusion=not fused_shared,
         # Without a GPU the class for experts in NVFP4 is built only for Marlin's kernels.
@@ -247,14 +247,12 @@ def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int
 
 
 def allow_building_on_cpu() -> None:
-    """Lets SGLang build a model without a GPU, which only the forward pass needs.
-
-    The rotary embedding would import vLLM's kernels, and its CPU variant supports few models; compressed-tensors and
-    GLM's fusion of shared experts read a compute capability, Qwen3-Next the GPU's number; experts in NVFP4 allocate
-    their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and Kimi K3 creates streams.
-    """
+    """Lets SGLang build a model without a GPU, which only the forward pass needs."""
     if torch.cuda.is_available():
         return
+    # The rotary embedding would import vLLM's kernels, and its CPU variant supports few models; compressed-tensors and
+    # GLM's fusion of shared experts read a compute capability, Qwen3-Next the GPU's number; experts in NVFP4 allocate
+    # their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and Kimi K3 creates streams.
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.rotary_embedding import base, factory

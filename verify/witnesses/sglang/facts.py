@@ -13,11 +13,9 @@ _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
-    """Whether SGLang must load the shared expert of GLM-4.5 as one more routed expert, since it is packed as those.
-
-    SGLang 0.5.16's `glm4_moe.py` cannot build a packed shared expert of its own (it reads its `weight`), and silently
-    drops one in BF16 next to packed routed experts unless fusion is disabled.
-    """
+    """Whether SGLang must load the shared expert of GLM-4.5 as one more routed expert, since it is packed as those."""
+    # SGLang 0.5.16's `glm4_moe.py` cannot build a separate packed shared expert (it reads its `weight`), and silently
+    # drops one in BF16 next to packed routed experts unless fusion is disabled.
     return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEGATRON = "megatron"
-# Trainers without a parser of their own, and programs that are known to begin by reading their configuration.
+# Trainers without their own parser, and programs that are known to begin by reading their configuration.
 PROGRAMS = {
     "verl": re.compile(r"verl\.trainer\.main_ppo|(?:.*/)?main_ppo\.py"),
     "nemo_rl": re.compile(r"(?:.*/)?run_\w+\.py"),

@@ -28,7 +28,7 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
-# Imports of trainers that parsing does not need; sglang_router has options of its own.
+# Imports of trainers that parsing does not need; sglang_router has its own options.
 _NOT_NEEDED = (
     *("accelerate", "decord", "math_verify", "matplotlib", "memray", "mlflow", "nltk", "polars", "qwen_vl_utils"),
     *("ring_flash_attn", "rouge_score", "swanlab", "tensorboard", "torchdata", "transfer_queue", "trl", "wandb"),
@@ -134,7 +134,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
             os._exit(1)
     if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
         raise CkptkitError(f"{_ROUTER}, which takes options of the launch, is not installed", "install it there")
-    # After an error of one parser, others have not parsed.
+    # After an error of one parser, later ones have not run.
     is_known = parsers.have_parsed and not parsers.error
     untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
     return TrainerAnswer(trainer, home, refusal, at, untaken, stand_ins.names)

@@ -192,10 +192,8 @@ def layout(module: nn.Module, method: Any) -> layouts.Layout | None:
     return _experts_layout(module, method)
 
 
-def _run(module: nn.Module, inputs: Tensor) -> Tensor:
-    method: Any = module.quant_method
-    outputs: Tensor = method.apply(module, inputs, bias=None)
-    return outputs
+def _run(module: Any, inputs: Tensor) -> Any:
+    return module.quant_method.apply(module, inputs, bias=None)
 
 
 def _packed_layout(module: nn.Module, kernel: Any) -> layouts.Layout:

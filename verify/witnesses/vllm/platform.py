@@ -6,7 +6,7 @@ CPU platform instead, which builds fewer schemes and accepts sizes that no kerne
 
 Its compiled operators are linked against `libcuda.so.1`. They need a handful of its functions to exist, and call none
 of them while a model is built and loaded. Without NVIDIA's driver, a library of that name is written without a compiler
-(ELF, System V ABI), whose functions all return CUDA_ERROR_NO_DEVICE.
+(ELF, System V ABI), with functions that all return CUDA_ERROR_NO_DEVICE.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
 _PAGE = 0x10000  # of the largest pages that Linux has on these machines
 # Machine number, and the code of `return 100`.
-_MACHINES = {
-    "x86_64": (62, bytes.fromhex("b864000000c3")),
-    "aarch64": (183, bytes.fromhex("800c8052c0035fd6")),
-}
+_MACHINES = {"x86_64": (62, bytes.fromhex("b864000000c3")), "aarch64": (183, bytes.fromhex("800c8052c0035fd6"))}
 
 
 def emulated_device() -> str | None:
@@ -81,7 +78,7 @@ def _answer_as_h100() -> None:
         "get_device_properties": lambda *_: PROPERTIES,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "Stream": _Idle,  # a shared expert gets one of its own
+        "Stream": _Idle,  # a shared expert gets its own one
         "Event": _Idle,
     }
     for name, answer in answers.items():
@@ -102,7 +99,6 @@ def _h100() -> Any:
         device_type = "cpu"
         dispatch_key = "CPU"
         dist_backend = "gloo"
-
         get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*CAPABILITY))
         set_device = classmethod(lambda cls, device: None)
         get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)

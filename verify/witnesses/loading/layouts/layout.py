@@ -28,8 +28,7 @@ class LayerOutcome:
 
 
 Compare = Callable[[], LayerOutcome]
-# Copies a layer's parameters before repacking. Returns the names of those that it covers (none if unknown), and the
-# function that compares them afterwards.
+# Copies a layer's parameters before repacking. Returns the names that it covers (none if unknown), and the comparison.
 Layout = Callable[[nn.Module], tuple[Collection[str], Compare]]
 
 
@@ -111,7 +110,7 @@ class KernelValues:
 
 
 def values_of(own: Mapping[str, Tensor], block: tuple[int, int] | None = None) -> KernelValues | None:
-    """The values of loaded packed INT4, FP8 with a scale for each `block`, or a plain weight; None for another form."""
+    """The values of loaded packed INT4, FP8 with a scale for each `block`, a plain weight, or None for another form."""
     if WEIGHT_PACKED in own:
         return _int4_values(own)
     weight = own.get("weight")
@@ -143,8 +142,7 @@ def _int4_values(own: Mapping[str, Tensor]) -> KernelValues | None:
 def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[int, int] | None = None) -> Layout:
     """The weight of a Linear layer in a layout that only its kernel knows, compared by the kernel's results.
 
-    `run` computes outputs [n, outputs] of inputs [n, inputs] in `dtype`, without a bias. Inputs are unit vectors: each
-    row of outputs is a column of the weight.
+    `run` computes outputs [n, outputs] of inputs [n, inputs] in `dtype`, without a bias. Inputs are unit vectors.
     """
 
     def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
@@ -171,7 +169,7 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
 def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | None = None) -> Layout:
     """The two matrices that latent attention computes from its `kv_b_proj`, [heads x (rows + values), latent].
 
-    `W_UK_T` [heads, rows, latent] has the first `rows` of each head, and `W_UV` [heads, latent, values] the others.
+    `W_UK_T` [heads, rows, latent] has the first `rows` of each head, `W_UV` [heads, latent, values] the remaining ones.
     """
     own = own_parameters(layer)
     packed = {name: tensor.clone() for name, tensor in own.items()} if WEIGHT_PACKED in own else None

@@ -47,9 +47,7 @@ def marlin_weight(packed: Tensor) -> Tensor:
 def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
     """Scales [groups, outputs] with 8 x 8 columns transposed; a single group may also be in channel-wise order."""
     transposed = scales.reshape(-1, 8, 8).transpose(1, 2).reshape(scales.shape)
-    if scales.shape[0] > 1:
-        return (transposed,)
-    return transposed, _by_channel(scales)
+    return (transposed,) if scales.shape[0] > 1 else (transposed, _by_channel(scales))
 
 
 def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.activations import quick_gelu
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ckptkit.converters.config.dims import ModelDims
@@ -15,19 +14,14 @@ from ckptkit.converters.megatron.arguments import megatron_args
 from ckptkit.verify.witnesses.megatron.variants.attention import DSA, FULL_QK_NORM, MLA
 from ckptkit.verify.witnesses.megatron.variants.norms import SANDWICH, ZERO_CENTERED_NORM
 from ckptkit.verify.witnesses.megatron.variants.recurrent import GATED_DELTA_NET, MAMBA
-from ckptkit.verify.witnesses.megatron.variants.variant import Variant
+from ckptkit.verify.witnesses.megatron.variants.variant import BlockSpec, Variant
 
 # megatron-core's GPTModel reads YaRN from attributes that its config does not declare. Megatron-LM 0.19 sets them from
-# these arguments in `_apply_yarn_config_from_args`.
-_YARN = {
-    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
-    "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
-}
+# these arguments in `_apply_yarn_config_from_args`; all attributes have the prefix "yarn_".
+_YARN = (
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
+)
 
 
 def _gpt_oss_settings(dims: ModelDims) -> Mapping[str, Any]:
@@ -37,13 +31,11 @@ def _gpt_oss_settings(dims: ModelDims) -> Mapping[str, Any]:
     return {"activation_func": inspect.unwrap(quick_gelu), "gated_linear_unit": True}
 
 
-def _adapt_yarn(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_yarn(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     args = megatron_args(dims)
     if args["position_embedding_type"] == "yarn":
-        for attribute, argument in _YARN.items():
-            setattr(config, attribute, args[argument])
+        for argument in _YARN:
+            setattr(config, f"yarn_{argument.removeprefix('yarn_')}", args[argument])
 
 
 GPT_OSS = Variant(settings=_gpt_oss_settings, adapt=_adapt_yarn)

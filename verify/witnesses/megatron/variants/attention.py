@@ -19,12 +19,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from ckptkit.converters.config.dims import ModelDims
-from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
+from ckptkit.verify.witnesses.megatron.variants.variant import BlockSpec, Variant, WholeLinear, not_computed
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
@@ -32,15 +31,12 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron's base class first builds one without sizes and discards it. They only shape the output, since the
-        # softmax scale is an argument.
+        # The base class first builds one without sizes. They only shape the output: the softmax scale is an argument.
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-def _adapt_latent(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_latent(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     if dims.mla is None or transformer_engine:
         return
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -54,7 +50,6 @@ def _adapt_latent(
 
 MLA = Variant(adapt=_adapt_latent)
 
-
 # From megatron-core 0.19 on, the indexer rotates the first dimensions of a head, as the releases do.
 ROTARY_FIRST = "dsa_indexer_rope_interleaved" in inspect.signature(TransformerConfig).parameters
 
@@ -66,9 +61,7 @@ class LocalBackend(LocalSpecProvider):  # type: ignore[misc]
         return WholeLinear
 
 
-def _adapt_sparse(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_sparse(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     if dims.indexer is None:
         return
     if transformer_engine:
@@ -80,13 +73,11 @@ def _adapt_sparse(
 
 
 def _local_sparse(config: TransformerConfig, standard: ModuleSpec) -> ModuleSpec:
-    """Megatron's spec of sparse attention with local modules, or its core in the standard spec if that does not build.
-
-    Before 0.19 its latent attention needs norms that are fused into linear layers; since then it needs, with tensor
-    parallelism, the sequence parallelism that local norms lack. Parameters have the same names in both.
-    """
+    """The spec of sparse attention with local modules, or its core in the standard spec if that does not build."""
     sparse = megatron_specs.get_dsa_module_spec_for_backend(config, LocalBackend())
     core = sparse.submodules.core_attention
+    # Before 0.19 its latent attention needs norms that are fused into linear layers; since then it needs, with tensor
+    # parallelism, the sequence parallelism that local norms lack. Parameters have the same names in both.
     if not ROTARY_FIRST or config.tensor_model_parallel_size > 1:
         return replace(standard, submodules=replace(standard.submodules, core_attention=core))
     sparse.submodules.linear_q_down_proj = sparse.submodules.linear_kv_down_proj = ColumnParallelLinear
@@ -127,9 +118,7 @@ class KeyNorm(NormOverHeads):
         super().__init__(config.num_query_groups, hidden_size, eps)
 
 
-def _adapt_qk_norms(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_qk_norms(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     if dims.qk_norm_full:
         for layer in spec.layer_specs:
             modules = layer.submodules.self_attention.submodules

@@ -48,8 +48,7 @@ _FIELDS = {
     EXPERTS: "moe_layer",
 }
 _MLP_ONLY: Any = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
-# Names on disk of the local spec's norms: in HybridModel they are always fused into the linear layer after them, except
-# for those before latent attention and before experts.
+# Names on disk of the local spec's norms that HybridModel always fuses into the linear layer after them.
 _FUSED = {
     ATTENTION: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     LATENT: {
@@ -61,30 +60,25 @@ _FUSED = {
 
 
 def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int) -> ModuleSpec:
-    """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
-
-    Each of these gives two layers of HybridModel, or one if the model's own layers are one block each. With tensor
-    parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then needs the sequence
-    parallelism that local norms lack. Parameters have the same names in both.
-
-    It patches the stack for the process, which has Transformer Engine's norm as the last one.
-    """
-    block.TENorm = WrappedTorchNorm
+    """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers."""
+    block.TENorm = WrappedTorchNorm  # of the process: the stack's own last norm is Transformer Engine's
     slots: dict[str, Any] = {}
     for place, letter in enumerate(hybrid_pattern(dims).partition("/")[0]):
         if letter == MIXER:
             slots[_FIELDS[letter]] = mixer_layer()
             continue
+        # A layer gives two of HybridModel, or one if the model's own layers are one block each.
         layer = layers[place if dims.pattern else place // 2]
         is_mlp = letter in (DENSE, EXPERTS)
+        # With tensor parallelism the class of sparse attention is GPTModel's, with the same names of parameters, since
+        # HybridModel's then needs the sequence parallelism that local norms lack.
         half = replace(layer.submodules, **_MLP_ONLY) if is_mlp else _attention(layer, letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         slots.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:  # HybridModel builds a stack in place of the transformer layer of these
         specs = [replace(spec, submodules=replace(spec.submodules, mtp_model_layer=None)) for spec in mtp.layer_specs]
-        slots["mtp_block_spec"] = ModuleSpec(
-            module=MultiTokenPredictionBlock, submodules=replace(mtp, layer_specs=specs)
-        )
+        parts = replace(mtp, layer_specs=specs)
+        slots["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
     return ModuleSpec(module=_Stack, submodules=_Submodules(**slots))
 
 

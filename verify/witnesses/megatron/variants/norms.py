@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ckptkit.converters.config.dims import ModelDims
-from ckptkit.verify.witnesses.megatron.variants.variant import Variant, not_computed
+from ckptkit.verify.witnesses.megatron.variants.variant import BlockSpec, Variant, not_computed
 
 
 class ZeroCenteredNorm(torch.nn.Module):
@@ -42,16 +41,13 @@ def _norm(cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1
     return _TORCH_NORM(cls, config, hidden_size, eps, **more)
 
 
-def _adapt_zero_centered(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_zero_centered(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     # For the process, since other specs (final norm, multi-token prediction) have that wrapper too.
     if dims.norm_offset and not transformer_engine:
         WrappedTorchNorm.__new__ = _norm
 
 
 ZERO_CENTERED_NORM = Variant(adapt=_adapt_zero_centered)
-
 
 Norm = Callable[..., torch.nn.Module]
 
@@ -86,17 +82,17 @@ def mlp_submodules(layer: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
-def _adapt_sandwich(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-    base: type = TERowParallelLinear if transformer_engine else LocalSpecProvider().row_parallel_linear()
-    for layer in spec.layer_specs if dims.sandwich else ():
-        if dims.sandwich == "layer":
+def _adapt_sandwich(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
+    if dims.sandwich == "layer":
+        for layer in spec.layer_specs:
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
-        else:
+    elif dims.sandwich:
+        base: type = LocalSpecProvider().row_parallel_linear()
+        if transformer_engine:
+            from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+            base = TERowParallelLinear
+        for layer in spec.layer_specs:
             linear = _normed_linear(base, spec.layer_norm)
             layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
 

@@ -25,12 +25,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from ckptkit.converters.config.dims import ModelDims
-from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
+from ckptkit.verify.witnesses.megatron.variants.variant import BlockSpec, Variant, WholeLinear, not_computed
 
 # The module with the flag of FLA: that of the class, or (from megatron-core 0.19) that of its base.
 _DELTA_NET = next(
@@ -62,9 +61,7 @@ def _delta_net_settings(dims: ModelDims) -> Mapping[str, Any]:
     return {"deterministic_mode": not _HAS_FLA, "experimental_attention_variant": None}
 
 
-def _adapt_delta_nets(
-    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
-) -> None:
+def _adapt_delta_nets(dims: ModelDims, config: TransformerConfig, spec: BlockSpec, transformer_engine: bool) -> None:
     if dims.linear is None:
         return
     _DELTA_NET.HAVE_FLA = True  # type: ignore[attr-defined]
@@ -84,7 +81,6 @@ def _adapt_delta_nets(
 
 
 GATED_DELTA_NET = Variant(_delta_net_settings, _adapt_delta_nets)
-
 
 _MIXER: Any = sys.modules[MambaMixer.__module__]
 _KERNELS = bool(_MIXER.HAVE_MAMBA_SSM) and torch.cuda.is_available()

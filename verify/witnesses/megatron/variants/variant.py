@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -16,6 +16,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ckptkit.converters.config.dims import ModelDims
+
+BlockSpec: TypeAlias = TransformerBlockSubmodules  # the specs of a rank's layers
 
 
 def not_computed(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -39,5 +41,5 @@ class Variant:
 
     settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}  # further values for TransformerConfig
     # Changes the layer specs of a rank in place.
-    adapt: Callable[[ModelDims, TransformerConfig, TransformerBlockSubmodules, bool], None] = lambda *_: None
+    adapt: Callable[[ModelDims, TransformerConfig, BlockSpec, bool], None] = lambda *_: None
     finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None  # changes the built model

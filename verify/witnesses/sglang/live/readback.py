@@ -32,7 +32,7 @@ def fill(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def packed(model: nn.Module) -> dict[str, str]:
-    """Modules with INT4 weights of their own, each with the class of its SGLang scheme."""
+    """Modules with their own INT4 weights, each with the class of its SGLang scheme."""
     return {
         name: type(getattr(module, "scheme", None)).__name__
         for name, module in model.named_modules()

@@ -47,10 +47,7 @@ class SglangServer:
     """A `live.server.Server` for SGLang. `device`: where tensors are sent from."""
 
     def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, engine: Any, device: str = "cuda") -> None:
-        self._job = job
-        self._checkpoint = checkpoint
-        self._engine = engine
-        self._device = device
+        self._job, self._checkpoint, self._engine, self._device = job, checkpoint, engine, device
         self._count = 0
         self.packed: Mapping[str, str] = {}
 
@@ -133,11 +130,9 @@ class SglangServer:
         self._run_loader("", POISON)
 
     def _run_loader(self, name: str, loader: str) -> None:
-        """Runs a loader on every model of the engine, with one tensor of this name.
-
-        The end of a session repacks the models that its selector names, and a second repacking destroys the weights. So
-        only the draft model is named: if there is one, it must not be quantized.
-        """
+        """Runs a loader on every model of the engine, with one tensor of this name."""
+        # The end of a session repacks the models that its selector names, and a second repacking destroys the weights.
+        # So only the draft model is named: if there is one, it must not be quantized.
         with self._session("draft"):
             self._send([(name, torch.zeros(1, device=self._device))], loader)
 
@@ -154,14 +149,14 @@ class SglangServer:
         _granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
 
 
-def start_engine(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
-    """A `sglang.Engine`. Raises CkptkitError if it cannot run the job; SGLang itself ends this process."""
+def serve(job: EngineJob, checkpoint: HfCheckpoint) -> SglangServer:
+    """Starts a `sglang.Engine`. Raises CkptkitError if it cannot run the job; SGLang itself ends this process."""
     import sglang
 
     if job.draft:
         _check_draft(job, checkpoint)
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
-    return sglang.Engine(
+    engine = sglang.Engine(
         model_path=job.checkpoint,
         dtype="bfloat16" if dtype == "float32" else "auto",
         **server_options(job.sizes),
@@ -176,6 +171,7 @@ def start_engine(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
         log_level="info",
         **(_SPECULATIVE | {"speculative_draft_model_path": job.checkpoint} if job.draft else {}),
     )
+    return SglangServer(job, checkpoint, engine)
 
 
 def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
@@ -203,10 +199,6 @@ def _judged(answer: Mapping[str, Any]) -> Judged:
         [[int(entry[1]) for entry in position] for position in top],
         [[float(entry[0]) for entry in position] for position in top],
     )
-
-
-def serve(job: EngineJob, checkpoint: HfCheckpoint) -> SglangServer:
-    return SglangServer(job, checkpoint, start_engine(job, checkpoint))
 
 
 def version() -> str:
