@@ -5,7 +5,7 @@ Therefore the largest weight of every group is found by halving a complete block
 for each group. Weights are compared as integers of the same order: NaN needs no rule, and non-finite numbers are beyond
 the bits of infinity. A code of a float is rounded half to even by integer arithmetic on the bits of a float32.
 
-INT4 runs at 0.7 to 1.3 times the speed of hand-written llvmlite instructions (docs/quantize.md). The first call for a
+INT4 runs at 0.7 to 1.3 times the speed of hand-written llvmlite instructions. The first call for a
 combination of dtypes and formula compiles a kernel in seconds; later processes load it from Numba's cache on disk.
 """
 

@@ -90,18 +90,22 @@ class OnlineQuantizer:
         if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
             return bucket
         names = [self.served.name(name, tensor) for name, tensor in pairs]
-        if any(tensor.is_cuda for _, tensor in pairs):
-            # Imported here because it needs Triton, which comes with CUDA builds of torch.
-            from ckptkit.quant.online.cuda import plan_bucket
-
-            if plan := plan_bucket(pairs, names, self.served.packed, self.form):
-                if len(self._plans) >= _PLANS:
-                    self._plans.clear()
-                self._plans[key] = plan
-                if (bucket := plan.quantize(pairs)) is not None:
-                    return bucket
+        if plan := self._plan(pairs, names):
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+            if (bucket := plan.quantize(pairs)) is not None:
+                return bucket
         renamed = [(name, tensor) for name, (_, tensor) in zip(names, pairs, strict=True)]
         return quantize_bucket(self.form, renamed, self.served.packed)
+
+    def _plan(self, pairs: Sequence[tuple[str, Tensor]], names: Sequence[str]) -> BucketPlan | None:
+        if not any(tensor.is_cuda for _, tensor in pairs):
+            return None
+        # Imported here because it needs Triton, which comes with CUDA builds of torch.
+        from ckptkit.quant.online.cuda import plan_bucket
+
+        return plan_bucket(pairs, names, self.served.packed, self.form)
 
 
 class Session:

@@ -26,7 +26,7 @@ def run(converted: PathOf, tmp_path: Path) -> Path:
 
 
 def loads(report: Report) -> dict[str, str]:
-    lines = (line for line in report.facts["what would be loaded"] if " loads " in line)
+    lines = (line for line in report.facts["what would be loaded"] if " loads " in line and "cannot start" not in line)
     return {line.partition(" loads ")[0]: line.partition(" loads ")[2].partition(" (")[0] for line in lines}
 
 
@@ -72,7 +72,7 @@ def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted:
     ("text", "said"),
     [
         ("critic: {}\n", "has no list `megatron`"),
-        ("megatron:\n  - {role: critic, overrides: {}}\n  - {role: critic}\n", "the role critic stands twice"),
+        ("megatron:\n  - {role: critic, overrides: {}}\n  - {role: critic}\n", "role critic"),
         ("megatron:\n  - {role: critic, overrides: {load: a, load: b}}\n", "the key 'load' occurs twice"),
         ("megatron:\n  - {role: critic, overrides: {load: a, ckpt_step: soon}}\n", "ckpt_step"),
     ],
