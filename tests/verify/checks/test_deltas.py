@@ -320,7 +320,7 @@ def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chai
     report = ckptkit.verify(chain)
     assert [one.code for one in report.checks] == ["CK122", "CK123"]
     assert report.facts["not applicable"] == [text_with("CK221 CK222 --source")]
-    with pytest.raises(UsageError, match="apply"):
+    with pytest.raises(UsageError, match="deltas"):
         convert(chain, chain.parent / "full")
 
 
