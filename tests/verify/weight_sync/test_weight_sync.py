@@ -125,7 +125,7 @@ def test_two_updates_that_lack_different_tensors_of_experts_name_the_second() ->
         assert result.unseen == ["layers.1.mlp.experts.w13_weight"]
         with pytest.raises(CkptkitError) as raised:
             send(check, [engine], 2, without(weights(2), names[1]), weights(2))
-    assert raised.value.details == (text_with("earlier not in this one layers.1.mlp.experts.1.up_proj.weight"),)
+    assert raised.value.details == (text_with("earlier layers.1.mlp.experts.1.up_proj.weight"),)
 
 
 class Repacked(FakeEngine):

@@ -20,7 +20,7 @@ from ckptkit.verify.witnesses.live.job import EngineJob
 from ckptkit.verify.witnesses.live.server import RefusedByEngine
 from ckptkit.verify.witnesses.sglang.live import server as server_module
 from ckptkit.verify.witnesses.sglang.live.readback import POISON, RECORD
-from ckptkit.verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start_engine
+from ckptkit.verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, serve
 
 Answer = tuple[bool, str]
 HERE = Path(__file__)
@@ -239,10 +239,10 @@ def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
     checkpoint: Any = SimpleNamespace(config=config, specs=[tensor])
     if refused is not None:
         with pytest.raises(CkptkitError, match=refused):
-            start_engine(EngineJob("model", [], draft=True), checkpoint)
+            serve(EngineJob("model", [], draft=True), checkpoint)
         assert started == []
         return
-    start_engine(EngineJob("model", [], draft=True), checkpoint)
+    serve(EngineJob("model", [], draft=True), checkpoint)
     (given,) = started
     assert {name: value for name, value in given.items() if name.startswith("speculative_")} == {
         "speculative_algorithm": "EAGLE",
