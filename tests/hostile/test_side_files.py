@@ -449,17 +449,19 @@ def test_other_kinds_of_tokenizers(
 
 @pytest.mark.parametrize(
     ("mine", "its", "severities"),
-    [
-        ({"tokenizer.model": "a"}, {"tokenizer.model": "b"}, ["error"]),
-        ({"tokenizer.model": "a"}, {"tokenizer.model": "a"}, []),
-        ({"vocab.txt": "a\nb\n"}, {"vocab.txt": "b\na\n"}, ["error"]),
-        ({"vocab.txt": "a\r\nb\r\n"}, {"vocab.txt": "a\nb\n"}, []),
-        ({"tekken.json": '{"a": 1}'}, {"tekken.json": '{"a": 2}'}, ["error"]),
-        ({"tekken.json": '{ "a": 1}'}, {"tekken.json": '{"a":1}'}, []),
-        ({"qwen.tiktoken": "YQ== 0"}, {"qwen.tiktoken": "YQ== 1"}, ["error"]),
-        ({}, {"tokenizer.model": "a"}, ["error"]),
-        ({"tokenizer.model": "a"}, {}, ["warning"]),
-    ],
+    by_day(
+        [
+            ({"tokenizer.model": "a"}, {"tokenizer.model": "b"}, ["error"]),
+            ({"tokenizer.model": "a"}, {"tokenizer.model": "a"}, []),
+            ({"vocab.txt": "a\nb\n"}, {"vocab.txt": "b\na\n"}, ["error"]),
+            ({"vocab.txt": "a\r\nb\r\n"}, {"vocab.txt": "a\nb\n"}, []),
+            ({"tekken.json": '{"a": 1}'}, {"tekken.json": '{"a": 2}'}, ["error"]),
+            ({"tekken.json": '{ "a": 1}'}, {"tekken.json": '{"a":1}'}, []),
+            ({"qwen.tiktoken": "YQ== 0"}, {"qwen.tiktoken": "YQ== 1"}, ["error"]),
+            ({}, {"tokenizer.model": "a"}, ["error"]),
+            ({"tokenizer.model": "a"}, {}, ["warning"]),
+        ]
+    ),
 )
 def test_tokenizers_without_tokenizer_json(
     mine: dict[str, str], its: dict[str, str], severities: list[str], tmp_path: Path

@@ -139,12 +139,17 @@ ROUTED = {f"block_sparse_moe.experts.{expert}.w{name}" for expert in range(4) fo
 OF_ROUTED = {f"model.layers.{layer}.{name}" for layer in range(2) for name in ROUTED}
 
 
+AT_NIGHT = [
+    ("phimoe", ("--group-size", "32", "--preset", "rl"), OF_ROUTED, r"re:.*\.self_attn\.o_proj(\.weight)?$"),
+    ("qwen2_vl", ("--group-size", "32"), PACKED, r"re:.*visual\..*"),
+]
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "expected", "ignored"),
     [
         ("olmo2", (), PACKED, "model.embed_tokens"),  # a tied head is neither stored nor packed
-        ("phimoe", ("--group-size", "32", "--preset", "rl"), OF_ROUTED, r"re:.*\.self_attn\.o_proj(\.weight)?$"),
-        ("qwen2_vl", ("--group-size", "32"), PACKED, r"re:.*visual\..*"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT),
     ],
 )
 def test_tied_heads_routers_and_towers_stay_as_they_are(

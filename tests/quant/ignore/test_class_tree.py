@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from support.published import quantization
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ckptkit.converters.by_class import built_class, built_from, family_from
+from ckptkit.converters.by_class import built_from, family_from
 from ckptkit.converters.class_in_transformers import build, describe
 from ckptkit.converters.hf_names import name_in_layer
 from ckptkit.converters.registry import FAMILIES
@@ -40,14 +41,42 @@ def of_family(config: dict[str, Any]) -> ClassTree:
     return family_tree(FAMILIES[config["model_type"]], release_of(config), config)
 
 
-def of_transformers(config: dict[str, Any]) -> ClassTree:
-    """As `class_tree` has it of a config that the family refuses, built in this process, which has torch already.
+# Answers each line, a config, with the description of its class.
+DESCRIBE = """
+import json, sys
+from ckptkit.converters.class_in_transformers import build, describe
+out, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    print(json.dumps(describe(build(json.loads(line)))), file=out, flush=True)
+"""
+Described = Callable[[dict[str, Any]], dict[str, Any]]
 
-    SGLang registers configs of its own with transformers; where another test imported it, a new process is asked.
+
+@pytest.fixture(scope="module")
+def described() -> Iterator[Described]:
+    """`describe` of the class of a config: in this process, which has torch already, or in one other for all of them.
+
+    SGLang registers configs of its own with transformers, and another test may have imported it.
     """
+    if "sglang" not in sys.modules:
+        yield lambda content: describe(build(content))
+        return
+    command = [sys.executable, "-W", "ignore", "-c", DESCRIBE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+
+        def ask(content: dict[str, Any]) -> dict[str, Any]:
+            print(json.dumps(content), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+def of_transformers(config: dict[str, Any], described: Described) -> ClassTree:
+    """As `class_tree` has it of a config that the family refuses."""
     release = release_of(config)
     content = config_for_class(release, config)
-    built = built_class(content) if "sglang" in sys.modules else built_from(describe(build(content)))
+    built = built_from(described(content))
     assert built is not None
     asked = family_from((built,), content["model_type"])
     assert asked.release is not None
@@ -65,8 +94,8 @@ FIRST = {CONFIGS[name]["model_type"]: name for name in reversed(COMPARED)}.value
 
 
 @pytest.mark.parametrize("name", daily(COMPARED, FIRST))
-def test_family_names_the_modules_of_transformers_classes(name: str) -> None:
-    found, expected = of_family(CONFIGS[name]), of_transformers(CONFIGS[name])
+def test_family_names_the_modules_of_transformers_classes(name: str, described: Described) -> None:
+    found, expected = of_family(CONFIGS[name]), of_transformers(CONFIGS[name], described)
     if "nemotron" in name:  # transformers saves `backbone.embedding`, and its own release has `backbone.embeddings`
         others = {one.replace("embedding", "embeddings"): kind for one, kind in expected.others.items()}
         expected = replace(expected, others=others)
@@ -145,10 +174,12 @@ VISION = {
 
 
 @pytest.mark.parametrize(("name", "vision"), [(name, vision) for name, several in VISION.items() for vision in several])
-def test_family_names_the_vision_tower_of_transformers_class(name: str, vision: dict[str, Any]) -> None:
+def test_family_names_the_vision_tower_of_transformers_class(
+    name: str, vision: dict[str, Any], described: Described
+) -> None:
     config = CONFIGS[name] | {"vision_config": vision}
     found = of_family(config)
-    differ = found.linear_names ^ of_transformers(config).linear_names
+    differ = found.linear_names ^ of_transformers(config, described).linear_names
     assert found.whole
     assert all("vision_tower.vision_model." in one for one in differ)  # which transformers had up to 4.57
 
@@ -259,10 +290,10 @@ def test_norms_are_no_matrices_by_name() -> None:
     assert [one.module for one in found] == ["model.visual.lin_proj", "model.visual.pin_proj"]
 
 
-def test_modules_of_a_tower_that_config_json_does_not_have_are_judged_by_their_names() -> None:
+def test_modules_of_a_tower_that_config_json_does_not_have_are_judged_by_their_names(described: Described) -> None:
     config = {key: value for key, value in CONFIGS["qwen3_5"].items() if key != "vision_config"}
     tree, root = class_tree(config), "model.visual."
-    assert of_family(config) == of_transformers(config)
+    assert of_family(config) == of_transformers(config, described)
     assert not tree.whole
     names = ["patch_embed.proj", "pos_embed", "blocks.7.attn.qkv", "merger.linear_fc1"]
     found = matrices_named([f"{root}{name}.weight" for name in names], tree, config)

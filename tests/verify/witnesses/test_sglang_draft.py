@@ -11,6 +11,7 @@ from support import models
 from support.fixture_types import PathOf
 from support.installed import before
 from support.messages import text_with
+from support.nightly import daily
 from support.sglang_runs import (
     Case,
     Cases,
@@ -124,7 +125,7 @@ def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
     return {(one.tensor, one.param) for one in observations}
 
 
-@pytest.mark.parametrize("name", ["megatron", "int4", "no copies"])
+@pytest.mark.parametrize("name", daily(["megatron", "int4", "no copies"], ["int4"]))
 def test_a_sound_draft_model_passes(name: str, cases: Cases, runs: Runs, judged: Judged) -> None:
     results, findings, facts = judged(name)
     assert findings == []
