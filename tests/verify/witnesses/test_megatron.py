@@ -90,7 +90,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     by_tensor = {(finding.code, finding.tensor): finding.actual for finding in findings}
     assert by_tensor.pop(("CK401", gone))
     assert by_tensor.pop(("CK402", gone)) == text_with("load")
-    assert by_tensor.pop(("CK401", stray)) == text_with("asks")
+    assert by_tensor.pop(("CK401", stray)) == text_with("requested")
     changed = by_tensor.pop(("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight"))
     assert changed == text_with("row 3 1 12288")
     (((code, tensor), swapped),) = by_tensor.items()
