@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -169,16 +169,16 @@ def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[s
     return Part(name, purpose, needed is None, devices, needed, tested=_TESTED.get(packages[0].name, ()))
 
 
-def lines(found: Examination) -> list[str]:
-    """Formats an examination."""
+def lines(found: Examination, parts: Collection[str] = ()) -> list[str]:
+    """Formats an examination, or only these parts of it."""
     text = [f"ckptkit {found.version}, Python {found.python}, {sys.platform}"]
     text += [f"  {gpu}" for gpu in found.gpus] or ["  no NVIDIA GPU"]
-    text += ["packages"]
-    for one in found.packages:
+    text += [] if parts else ["packages"]
+    for one in () if parts else found.packages:
         state = "not installed" if one.version is None else f"{one.version}{' (damaged)' * one.broken}"
         text.append(f"  {one.name:<20} {state:<14} {one.needed}".rstrip())
     text += ["can be asked"]
-    for part in found.parts:
+    for part in (part for part in found.parts if not parts or part.name in parts):
         where = f"in {part.python}: {', '.join(part.versions)}" if part.python else ""
         rows = {"devices": part.devices, "python": where, "needed": part.missing, "tested": ", ".join(part.tested)}
         text.append(f"  {part.name:<10} {'ready' if part.usable else 'not ready':<10} {part.purpose}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
     if unknown := [part for part in parts if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
     found = examine(common.pythons_of(options))
-    echo_result(found, lines, as_json)
+    echo_result(found, partial(lines, parts=parts), as_json)
     if found.broken(parts):
         raise SystemExit(2)
 

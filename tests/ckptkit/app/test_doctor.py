@@ -65,6 +65,12 @@ def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() ->
 
 
 @pytest.mark.usefixtures("without")
+def test_named_parts_are_listed_alone() -> None:
+    _, output = run("ray", "convert")
+    listed = {line.split()[0] for line in output.splitlines() if "ready" in line}
+    assert (listed, "numba" in output) == ({"ray", "convert"}, False)
+
+
 def test_an_engine_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "version", importlib.metadata.version)
     parts = {one.name: one for one in module.examine().parts}
