@@ -8,11 +8,9 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -36,12 +34,12 @@ ABSENT = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Adds the option of `make durations`."""
     parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name} anew from this run")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Sets how many examples hypothesis tries, always the same ones, and begins to note durations."""
     night = "nightly" in config.option.markexpr.replace("not nightly", "")
     settings.register_profile(
@@ -55,18 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Durations:
     """Notes how long the tests of each file take, and writes those of a second or more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = Counter[str]()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         longest = {file: round(seconds) for file, seconds in self.seconds.most_common() if seconds >= 1}
         DURATIONS.write_text(json.dumps(longest, indent=1) + "\n")
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+def pytest_report_header(config):
     """Says which tests do not run: with several processes pytest counts no deselected tests."""
     lines = [f"not run, for want of {wanted}: tests marked {mark}" for mark, wanted in ABSENT.items()]
     if config.option.markexpr == "not interop and not nightly":
@@ -74,7 +72,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Leaves out what this machine cannot run, and puts the tests of the longest files first."""
     seconds = json.loads(DURATIONS.read_text())
     runs, absent = list[pytest.Item](), list[pytest.Item]()
@@ -85,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(runs, key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Exempts what collecting has imported from garbage collection, which took a fifth of the time of many tests."""
     gc.collect()
     gc.freeze()
@@ -93,16 +91,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Generator[None, Any, Any]:
+def pytest_fixture_setup(fixturedef, request):
     """Deletes the directories of a module's fixture when the fixture ends: a run of the tests has filled a disk."""
     if fixturedef.scope != "module" or "tmp_path_factory" not in fixturedef.argnames:
         return (yield)
     base = request.getfixturevalue("tmp_path_factory").getbasetemp()
     before, made = set(base.iterdir()), set[Path]()
 
-    def delete() -> None:
+    def delete():
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -115,7 +111,7 @@ def pytest_fixture_setup(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def any_tile() -> Iterator[Callable[..., Any]]:
+def any_tile():
     """Lets INT4 layers of any size pass: test models are smaller than the tiles of SGLang's kernels.
 
     Gives the rule as it is; tests of it ask for `kernel_tiles`.
@@ -129,13 +125,13 @@ def any_tile() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def kernel_tiles(any_tile: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel_tiles(any_tile, monkeypatch):
     """The rule on tiles as it is."""
     monkeypatch.setattr("ckptkit.quant.ignore.tiles.unrunnable", any_tile)
 
 
 @pytest.fixture
-def peft_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def peft_here(monkeypatch):
     """PEFT is asked about adapters in this process, which takes no second import of it."""
     from support.adapters import answer_here
 
@@ -143,13 +139,13 @@ def peft_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def releases(tmp_path_factory):
     """`releases(name)`: the HF directory of one of `models.configs()`, as a release would look. Read only."""
     from support import models
 
     root = tmp_path_factory.mktemp("releases")
 
-    def release(name: str, *, fused: bool = False) -> Path:
+    def release(name, *, fused=False):
         path = root / (name + "-fused" * fused)
         if not path.exists():
             models.save(name, path, fused=fused)
@@ -159,13 +155,13 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def converted(releases, tmp_path_factory):
     """`converted(name)`: the Megatron checkpoint that `ckptkit convert` makes of it. Read only."""
     from ckptkit.app.api import convert
 
     root = tmp_path_factory.mktemp("converted")
 
-    def megatron(name: str) -> Path:
+    def megatron(name):
         if not (root / name).exists():
             convert(releases(name), root / name)
         return root / name
@@ -174,9 +170,7 @@ def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def saved(
-    releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def saved(releases, converted, tmp_path_factory):
     """The directory with what real Megatron saved: a checkpoint for each label of `megatron_saves.SAVES`. Read only."""
     require_megatron()
     from support.megatron_saves import SAVES, Save, save_with_megatron
@@ -184,7 +178,7 @@ def saved(
     from ckptkit.app.api import convert
     from ckptkit.formats.hf.reader import HfCheckpoint
 
-    def source(name: str, how: Mapping[str, Any]) -> Path:
+    def source(name, how):
         """What Megatron loads before it saves."""
         if not how.get("hybrid"):
             return converted(name) / "release"
@@ -208,21 +202,21 @@ def saved(
     return root
 
 
-def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _shared(tmp_path_factory):
     """A directory of this run of the tests, the same in all its processes."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
+def served(monkeypatch):
     """Has the Megatron witness take its ranks from `support.forking`, where none may find a GPU."""
     require_megatron()
     from support.forking import started
 
     from ckptkit.verify.witnesses.process.sandbox import start_confined
 
-    def fork(module: str, *words: Any, **how: Any) -> Any:
+    def fork(module, *words, **how):
         return (
             start_confined(module, *words, **how)
             if ".reference." in module
@@ -233,7 +227,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+def served_sglang(monkeypatch):
     """Has the SGLang witness take its ranks from `support.forking`, without a GPU."""
     from support.forking import started
 
@@ -242,10 +236,10 @@ def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+def copy_of(tmp_path):
     """`copy_of(path)`: a copy that the test may break."""
 
-    def copy(path: Path) -> Path:
+    def copy(path):
         return Path(shutil.copytree(path, tmp_path / path.name))
 
     return copy

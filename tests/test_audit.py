@@ -19,9 +19,7 @@ CLEAR = "Nothing was audited: the advisory service (https://api.osv.dev) cannot 
         (2, "", "pip-audit: error: unrecognized arguments", "pip-audit: error: unrecognized arguments\n"),
     ],
 )
-def test_audit_exits_as_pip_audit_and_says_whether_anything_was_asked(
-    code: int, stdout: str, stderr: str, said: str, tmp_path: Path
-) -> None:
+def test_audit_exits_as_pip_audit_and_says_whether_anything_was_asked(code, stdout, stderr, said, tmp_path):
     (tmp_path / "stdout").write_text(stdout)
     (tmp_path / "stderr").write_text(f"{stderr}\n")
     fake = tmp_path / "pip-audit"

@@ -41,11 +41,11 @@ for name in run.SECTIONS:
 """
 
 
-def test_every_section_is_run_here() -> None:
+def test_every_section_is_run_here():
     assert set(run.SECTIONS) == set(COLUMNS)
 
 
-def test_every_section_can_be_imported() -> None:
+def test_every_section_can_be_imported():
     done = python("-W", "ignore", "-c", IMPORT, Path(run.__file__).parent)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -53,7 +53,7 @@ def test_every_section_can_be_imported() -> None:
 @pytest.mark.parametrize(
     "section", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in COLUMNS]
 )
-def test_section_measures_its_smallest_model(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_measures_its_smallest_model(section, tmp_path, monkeypatch):
     if section in NEEDS and find_spec(NEEDS[section]) is None:
         pytest.skip(f"needs {NEEDS[section]}")
     if section == "cuda" and not torch.cuda.is_available():

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 
 import ckptkit
 
@@ -28,12 +27,12 @@ FILES = (
 NAMES = ["ckptkit_verify-0.1.0-py3-none-any.whl", "ckptkit_verify-0.1.0.tar.gz"]
 
 
-def git(*words: object) -> None:
+def git(*words):
     identity = ("-c", "user.name=Test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *identity, *map(str, words)], check=True, capture_output=True)
 
 
-def build(clone: Path, umask: int) -> dict[str, bytes]:
+def build(clone, umask):
     command = [sys.executable, ".ci/dist.py", "made here"]
     done = subprocess.run(command, cwd=clone, umask=umask, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -41,7 +40,7 @@ def build(clone: Path, umask: int) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def clones(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def clones(tmp_path_factory):
     """Two clones of one commit, in other places, whose files have other times."""
     one, other = tmp_path_factory.mktemp("one") / "here", tmp_path_factory.mktemp("other") / "somewhere/else"
     one.mkdir()
@@ -59,7 +58,7 @@ def clones(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, other
 
 
-def test_two_builds_of_one_commit_have_the_same_bytes(clones: tuple[Path, Path]) -> None:
+def test_two_builds_of_one_commit_have_the_same_bytes(clones):
     first, second = build(clones[0], 0o022), build(clones[1], 0o077)
     assert list(first) == NAMES
     assert {name: hashlib.sha256(content).hexdigest() for name, content in first.items()} == {
@@ -67,7 +66,7 @@ def test_two_builds_of_one_commit_have_the_same_bytes(clones: tuple[Path, Path])
     }
 
 
-def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tuple[Path, Path]) -> None:
+def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones):
     made = clones[0] / "made here"
     if not made.exists():
         build(clones[0], 0o022)
@@ -101,7 +100,7 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
         assert not any(place in content for place in paths), name
 
 
-def test_changes_that_are_not_committed_are_not_built(clones: tuple[Path, Path]) -> None:
+def test_changes_that_are_not_committed_are_not_built(clones):
     (clones[1] / "README.md").write_text("changed")
     command = [sys.executable, ".ci/dist.py", "made of changes"]
     done = subprocess.run(command, cwd=clones[1], capture_output=True, text=True, timeout=60, check=False)
@@ -109,7 +108,7 @@ def test_changes_that_are_not_committed_are_not_built(clones: tuple[Path, Path])
     assert not (clones[1] / "made of changes").exists()
 
 
-def test_no_text_installs_ckptkit_from_an_index() -> None:
+def test_no_text_installs_ckptkit_from_an_index():
     """There another project has this name."""
     wrong = re.compile(r"\b(?:pip3? install|uv add|uvx|pipx (?:install|run))\b[^\n`|;&#]*[\s'\"]ckptkit(?![\w./-])")
     assert wrong.search("pip install ckptkit[megatron]")
@@ -130,14 +129,14 @@ def test_no_text_installs_ckptkit_from_an_index() -> None:
     assert found == []
 
 
-def test_verify_is_a_package_that_can_be_called(releases: PathOf) -> None:
+def test_verify_is_a_package_that_can_be_called(releases):
     run = import_module("ckptkit.verify.run")
     assert import_module("ckptkit.verify") is ckptkit.verify
     found, same = ckptkit.verify(releases("qwen2-tied")), run.verify(releases("qwen2-tied"))
     assert (found.status, [one.code for one in found.checks]) == ("passed", [one.code for one in same.checks])
 
 
-def test_every_name_of_the_package_is_found_and_listed() -> None:
+def test_every_name_of_the_package_is_found_and_listed():
     assert ckptkit.__version__ == version("ckptkit-verify")
     assert set(ckptkit.__all__) <= set(dir(ckptkit))
     for name in ckptkit.__all__:
@@ -154,15 +153,15 @@ DEFAULTS = dict(rest.split("=", 1) for word, rest in STEPS if word == "ARG")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def given(text: str) -> str:
+def given(text):
     return re.sub(r"\$\{(\w+)\}", lambda found: DEFAULTS[found[1]], text)
 
 
-def of(kind: str) -> list[str]:
+def of(kind):
     return [given(rest) for word, rest in STEPS if word == kind]
 
 
-def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
+def test_what_is_copied_is_there_and_is_all_that_the_build_takes():
     copied = [name for line in of("COPY") for name in line.split()[:-1]]
     assert [name for name in copied if not (ROOT / name).exists()] == []
     linked = {link.name for link in (ROOT / "ckptkit").iterdir() if link.is_symlink()}
@@ -177,7 +176,7 @@ def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
     }
 
 
-def test_command_line_is_run_by_a_user_who_is_not_root() -> None:
+def test_command_line_is_run_by_a_user_who_is_not_root():
     (entry,) = of("ENTRYPOINT")
     assert set(json.loads(entry)) <= PROJECT["project"]["scripts"].keys()
     (user,) = of("USER")

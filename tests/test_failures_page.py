@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_page_of_failures_is_what_verify_prints() -> None:
+def test_page_of_failures_is_what_verify_prints():
     made = runpy.run_path(str(ROOT / "docs/examples/failures.py"), run_name="failures")["page"]()
     text = (ROOT / "lab/failures.md").read_text(encoding="utf-8")
     assert made == text

@@ -4,7 +4,6 @@ import ast
 import graphlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -13,14 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ckptkit", "converters", "quant", "verify")
 
 
-def test_no_two_files_import_each_other() -> None:
+def test_no_two_files_import_each_other():
     graph = grimp.build_graph("ckptkit", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 300
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
 
 
-def test_packages_are_imported_by_one_name_alone() -> None:
+def test_packages_are_imported_by_one_name_alone():
     """From the top of the repository `import verify` would find the folder, and load every module a second time."""
     bare = re.compile(r"^\s*(?:from|import) (?:converters|quant|verify)\b", re.MULTILINE)
     assert bare.search("    from verify.run import verify")
@@ -30,7 +29,7 @@ def test_packages_are_imported_by_one_name_alone() -> None:
     assert [str(file.relative_to(ROOT)) for file in files if bare.search(file.read_text())] == []
 
 
-def test_kinds_of_checkpoints_are_told_apart_in_one_place() -> None:
+def test_kinds_of_checkpoints_are_told_apart_in_one_place():
     compares = re.compile(r"""\.kind [!=]= ["'](hf|megatron)["']|Literal\[["']hf["'], ["']megatron["']\]""")
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     assert [str(file.relative_to(ROOT)) for file in files if compares.search(file.read_text())] == [
@@ -55,8 +54,8 @@ STARTERS = {
 }
 
 
-def test_python_is_started_in_one_place() -> None:
-    found: dict[str, set[str]] = {}
+def test_python_is_started_in_one_place():
+    found = {}
     for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text())):
@@ -75,8 +74,8 @@ INTERFACES = {
 }
 
 
-def test_no_public_name_in_verify_means_two_things() -> None:
-    homes: dict[str, list[Path]] = defaultdict(list)
+def test_no_public_name_in_verify_means_two_things():
+    homes = defaultdict(list)
     for file in (ROOT / "verify").rglob("*.py"):
         for one in ast.parse(file.read_text()).body:
             if isinstance(one, ast.ClassDef | ast.FunctionDef) and not one.name.startswith("_"):
@@ -95,7 +94,7 @@ NOT_OURS = {
 OF_WORDING = ("core", "reports", "triage")  # folders of tests/verify/ that test the wording itself
 
 
-def fours(text: str) -> Iterator[str]:
+def fours(text):
     """All runs of four plain words of a text, outside of backticks."""
     words = [word.strip(".,;:()?!\"'") for word in re.sub(r"`[^`]*`", "`", text).split()]
     for four in zip(words, words[1:], words[2:], words[3:], strict=False):
@@ -103,7 +102,7 @@ def fours(text: str) -> Iterator[str]:
             yield " ".join(four)
 
 
-def phrases(file: Path) -> Iterator[tuple[int, str]]:
+def phrases(file):
     """Line and text of all `fours` in a file's strings. Docstrings do not count, nor do keys of dicts, subscripts,
     names of cases and reasons of skips."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -120,7 +119,7 @@ def phrases(file: Path) -> Iterator[tuple[int, str]]:
 LINT = ("lint", "rules", "subject")
 
 
-def test_no_test_repeats_the_wording_of_a_finding() -> None:
+def test_no_test_repeats_the_wording_of_a_finding():
     """Rewording a finding changes the file of its check, and pages that are made of it.
 
     Of a finding a test asserts code, severity, tensors, count, file and rank, and of its texts the data: numbers,

@@ -5,13 +5,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
@@ -22,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALL = "pip install '.[convert]' in a checkout"
 
 
-def closure(texts: list[str]) -> Iterator[str]:
+def closure(texts):
     waiting, seen = list(texts), set[str]()
     while waiting:
         found = Requirement(waiting.pop())
@@ -35,7 +33,7 @@ def closure(texts: list[str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A directory with the requirements of the project, and not those of its extras."""
     folder = tmp_path_factory.mktemp("base")
     for name in closure(PROJECT["dependencies"]):
@@ -47,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["checkout", pytest.param("wheel", marks=pytest.mark.nightly)])
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(request, tmp_path_factory):
     """The checkout, or what pip installs of it."""
     if request.param == "checkout":
         return ROOT
@@ -63,7 +61,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return installed
 
 
-def run(programs: list[Path], base: Path, *words: object) -> tuple[int, str]:
+def run(programs, base, *words):
     """The exit code of a command, and all that it prints. `programs`: where Python looks before the requirements."""
     environment = {
         "PYTHONPATH": os.pathsep.join(map(str, [*programs, base])),
@@ -84,9 +82,7 @@ def run(programs: list[Path], base: Path, *words: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_headers_are_read_without_torch(
-    program: Path, base: Path, releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_headers_are_read_without_torch(program, base, releases, converted, tmp_path):
     source, packed, log = releases("qwen3_moe"), tmp_path / "int4", tmp_path / "job.log"
     quantize(source, packed, int4_scheme(group_size=32))
     log.write_text("step 1: loss 2.3\n")
@@ -106,9 +102,7 @@ def test_headers_are_read_without_torch(
     assert run([program], base, "--version")[1].startswith(f"ckptkit, version {PROJECT['version']}")
 
 
-def test_what_computes_with_weights_names_the_line_that_installs_it(
-    program: Path, base: Path, releases: PathOf, tmp_path: Path
-) -> None:
+def test_what_computes_with_weights_names_the_line_that_installs_it(program, base, releases, tmp_path):
     source = releases("qwen3_moe")
     for words in (
         ["convert", source, tmp_path / "out"],
@@ -120,16 +114,14 @@ def test_what_computes_with_weights_names_the_line_that_installs_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_values_that_cannot_be_looked_at_are_inconclusive(program: Path, base: Path, releases: PathOf) -> None:
+def test_values_that_cannot_be_looked_at_are_inconclusive(program, base, releases):
     code, text = run([program], base, "verify", releases("qwen3_moe"))
     assert code == 2
     assert text == text_with(f"torch not installed {INSTALL}")
     assert "report it" not in text
 
 
-def test_diff_compares_headers_and_says_that_it_read_no_values(
-    program: Path, base: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_diff_compares_headers_and_says_that_it_read_no_values(program, base, releases, converted):
     moe = releases("qwen3_moe")
     code, text = run([program], base, "diff", moe, converted("qwen3_moe"))
     assert code == 2
@@ -141,13 +133,13 @@ def test_diff_compares_headers_and_says_that_it_read_no_values(
     assert "\nDIFFERENT  " in text
 
 
-def test_a_witness_that_is_not_installed_is_inconclusive(program: Path, base: Path, releases: PathOf) -> None:
+def test_a_witness_that_is_not_installed_is_inconclusive(program, base, releases):
     code, text = run([program], base, "verify", releases("qwen3_moe"), "--against-sglang")
     assert code == 2
     assert "SGLang is not installed" in text
 
 
-def test_doctor_says_what_is_left_to_install(program: Path, base: Path) -> None:
+def test_doctor_says_what_is_left_to_install(program, base):
     code, text = run([program], base, "doctor", "convert")
     assert code == 2
     lines = text.splitlines()

@@ -6,7 +6,7 @@ import pytest
 from support import models
 
 
-def kinds(name: str) -> dict[str, int]:
+def kinds(name):
     """Every size along which a matrix of this model, in HF, Megatron or SGLang, meets another kind of matrix."""
     config = models.configs()[name]
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -27,7 +27,7 @@ def kinds(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", list(models.configs()))
-def test_kinds_of_matrices_share_no_size_and_divide_into_groups_and_over_two_ranks(name: str) -> None:
+def test_kinds_of_matrices_share_no_size_and_divide_into_groups_and_over_two_ranks(name):
     sizes = kinds(name)
     assert [pair for pair in combinations(sizes, 2) if sizes[pair[0]] == sizes[pair[1]]] == []
     assert [kind for kind, size in sizes.items() if size % 32 or size % 2] == []

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from families.table import NEW_FAMILY, fields_table
 from support.page_blocks import ROOT
@@ -36,12 +35,12 @@ assert {one.code for one in found} <= {"CK307"}, found  # no kernel of SGLang ha
 """
 
 
-def blocks() -> list[str]:
+def blocks():
     page = NEW_FAMILY.read_text().partition("\n## Adding a model family\n")[2]
     return re.findall(r"```python\n(.+?)```", page, re.DOTALL)
 
 
-def test_the_pages_family_converts_both_ways_and_to_int4(tmp_path: Path) -> None:
+def test_the_pages_family_converts_both_ways_and_to_int4(tmp_path):
     family, case = blocks()[0], blocks()[-1]
     (tmp_path / "files").mkdir()
     (tmp_path / "files/smollm3.py").write_text(family)
@@ -54,5 +53,5 @@ def test_the_pages_family_converts_both_ways_and_to_int4(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_table_of_fields_is_that_of_the_dataclasses() -> None:
+def test_the_table_of_fields_is_that_of_the_dataclasses():
     assert fields_table() in NEW_FAMILY.read_text(), "run `make families`"

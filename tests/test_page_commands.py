@@ -4,9 +4,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
@@ -18,7 +16,7 @@ from releases.record import load
 from support import models
 from support.deltas import publish_chain
 from support.fake_hub import fake_hub
-from support.page_blocks import BLOCKS, PAGES, Block, Shell, bash
+from support.page_blocks import BLOCKS, PAGES, Shell, bash
 from support.remote_servers import Bucket, s3_server, use_s3
 from transformers import Qwen3MoeConfig
 
@@ -53,7 +51,7 @@ done""",
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     """A small model under the name that the pages use, in three shards: 4 layers and 4 experts."""
     path, sizes = tmp_path_factory.mktemp("pages") / "Qwen3-30B-A3B", {**SIZES, **MOE, "num_hidden_layers": 4}
     small = Case(lambda: Qwen3MoeConfig(**sizes, num_experts=4, norm_topk_prob=True))
@@ -63,12 +61,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory):
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture
-def shell(tiny: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+def shell(tiny, store, tmp_path, monkeypatch):
     """A shell of 80 columns in a directory with the model and the launch scripts."""
     shutil.copytree(tiny, tmp_path / tiny.name)
     for name, text in SCRIPTS.items():
@@ -79,7 +77,7 @@ def shell(tiny: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def hub(request: pytest.FixtureRequest, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hub(request, tiny, monkeypatch):
     """A hub that has the small model under the release's name."""
     with fake_hub(getattr(request, "param", MODEL), tiny, []) as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -90,13 +88,13 @@ def hub(request: pytest.FixtureRequest, tiny: Path, monkeypatch: pytest.MonkeyPa
     HfFileSystem.clear_instance_cache()
 
 
-def blocks(page: str, section: str = "") -> list[Block]:
+def blocks(page, section=""):
     found = [block for block in BLOCKS if (block.page, block.mark) == (page, "run") and section in ("", block.section)]
     assert found
     return found
 
 
-def run_page(page: str, shell: Shell, section: str = "") -> None:
+def run_page(page, shell, section=""):
     """Runs the blocks of a page, or of a section. A remark says which exit code a command has, if it is not 0."""
     for block in blocks(page, section):
         if block.kind == "python":
@@ -107,7 +105,7 @@ def run_page(page: str, shell: Shell, section: str = "") -> None:
             assert shell.run(command, block.without)[0] == int(remark or 0), command
 
 
-def test_every_block_is_text_or_runs_or_says_why_not() -> None:
+def test_every_block_is_text_or_runs_or_says_why_not():
     shell = [block for block in BLOCKS if block.kind in ("bash", "console")]
     assert {block.kind for block in BLOCKS} == {"bash", "console", "python", "text", "yaml"}
     assert [block for block in shell if not block.mark] == []
@@ -129,39 +127,39 @@ def test_every_block_is_text_or_runs_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("hub", ["HuggingFaceTB/SmolLM2-135M-Instruct"], indirect=True)
 @pytest.mark.usefixtures("hub")
-def test_readme_takes_a_release_from_the_hub_to_int4(shell: Shell) -> None:
+def test_readme_takes_a_release_from_the_hub_to_int4(shell):
     run_page("README.md", shell)
 
 
 @pytest.mark.usefixtures("hub")
-def test_start_page_runs_from_its_first_to_its_last_step(shell: Shell) -> None:
+def test_start_page_runs_from_its_first_to_its_last_step(shell):
     run_page("docs/index.md", shell)
 
 
-def test_each_stack_has_its_own_commands(shell: Shell) -> None:
+def test_each_stack_has_its_own_commands(shell):
     for block in blocks("docs/jobs.md", "Your job in five lines"):
         for line in block.commands:
             if "ckptkit convert Qwen" not in line or not Path("qwen3-megatron").exists():
                 assert shell.run(line)[0] == 0, line
 
 
-def test_manifests_are_written_signed_and_verified(shell: Shell, tiny: Path) -> None:
+def test_manifests_are_written_signed_and_verified(shell, tiny):
     for name in ("PATH", "COPY"):
         shutil.copytree(tiny, name)
     run_page("docs/verify.md", shell, "Manifests")
 
 
-def test_updates_are_verified_and_made_full(shell: Shell, tiny: Path, tmp_path: Path) -> None:
+def test_updates_are_verified_and_made_full(shell, tiny, tmp_path):
     publish_chain(tmp_path / "updates", tiny, ("xor", "overwrite"))
     run_page("docs/convert.md", shell, "Weight updates as deltas on disk")
 
 
-def test_what_an_engine_can_be_sent_is_quantized(shell: Shell, tmp_path: Path) -> None:
+def test_what_an_engine_can_be_sent_is_quantized(shell, tmp_path):
     models.save("glm4_moe", tmp_path / "GLM-4.5")
     run_page("docs/jobs.md", shell, "Quantizing while a trainer streams weights")
 
 
-def test_lint_prints_the_transcript_of_its_page(shell: Shell, tmp_path: Path) -> None:
+def test_lint_prints_the_transcript_of_its_page(shell, tmp_path):
     [block] = blocks("docs/lint.md")
     quantization = {
         "quant_method": "compressed-tensors",
@@ -183,9 +181,7 @@ def test_lint_prints_the_transcript_of_its_page(shell: Shell, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("hub")
-def test_checkpoints_at_urls_are_read_and_written(
-    shell: Shell, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_at_urls_are_read_and_written(shell, tiny, tmp_path, monkeypatch):
     with s3_server(tmp_path / "log") as address, use_s3(monkeypatch, address):
         bucket = Bucket("bucket", boto3.client("s3", endpoint_url=address))
         bucket.client.create_bucket(Bucket=bucket.name)
@@ -199,7 +195,7 @@ def test_checkpoints_at_urls_are_read_and_written(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Path, tmp_path: Path) -> None:
+def test_a_job_starts_only_behind_its_check(number, shell, tiny, tmp_path):
     text, programs = blocks("docs/jobs.md", "Checks inside a job, and before it")[number].text, tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():
@@ -213,14 +209,14 @@ def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Pat
         assert done.returncode == code, done.stdout + done.stderr
 
 
-def snippet(key: str) -> Any:
+def snippet(key):
     """The configuration in docs/jobs.md that has this key at its top."""
     found = [yaml.safe_load(block.text) for block in BLOCKS if block.page == "docs/jobs.md" and block.kind == "yaml"]
     [one] = [content for content in found if key in content]
     return one
 
 
-def test_configurations_of_ci_run_the_check_and_keep_its_report(shell: Shell, tiny: Path, tmp_path: Path) -> None:
+def test_configurations_of_ci_run_the_check_and_keep_its_report(shell, tiny, tmp_path):
     steps = snippet("jobs")["jobs"]["preflight"]["steps"]
     [check] = [step["run"] for step in steps if "ckptkit preflight" in step.get("run", "")]
     [summary] = [step for step in steps if "SUMMARY" in step.get("run", "")]

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from mutations import MUTATIONS
@@ -22,7 +21,7 @@ from docs.examples.symptoms import page
 _COMMAND = re.compile(r"^(?:\$ )?(ckptkit \w+ .*|ckptkit \w+)$", re.M)
 
 
-def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
+def test_site_builds_with_every_link_and_anchor_right(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -38,12 +37,12 @@ def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
     assert 'id="s17"' in (tmp_path / "symptoms.html").read_text()
 
 
-def options_of(verb: str) -> set[str]:
+def options_of(verb):
     command = cli.get_command(cli.make_context("ckptkit", ["--help"], resilient_parsing=True), verb)
     return {name for option in command.params for name in option.opts} if command else set()
 
 
-def test_commands_of_all_pages_have_verbs_and_options_that_exist() -> None:
+def test_commands_of_all_pages_have_verbs_and_options_that_exist():
     wrong, count = [], 0
     for block in BLOCKS:
         for line in _COMMAND.findall(block.text.replace("\\\n", " ")):
@@ -88,17 +87,17 @@ ROWS = [
 WITHOUT_CHECK = {"convert"}
 
 
-def test_page_of_symptoms_is_made_of_their_table() -> None:
+def test_page_of_symptoms_is_made_of_their_table():
     assert page() == TEXT, "make symptoms"
 
 
-def test_every_row_is_read() -> None:
+def test_every_row_is_read():
     assert [row.number for row in ROWS] == list(range(1, TEXT.count("### S") + 1))
     assert len(ROWS) > 30
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"S{row.number}")
-def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
+def test_row_names_a_command_with_options_that_exist(row):
     program, verb, *words = row.command
     assert program == "ckptkit"
     assert verb in VERBS
@@ -107,7 +106,7 @@ def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"S{row.number}")
-def test_row_names_checks_and_tests_that_show_them(row: Row) -> None:
+def test_row_names_checks_and_tests_that_show_them(row):
     assert set(row.codes) <= {check.code for check in all_checks()}
     assert row.codes or row.command[1] in WITHOUT_CHECK
     assert row.tests

@@ -35,7 +35,7 @@ BOUNDS = [
 ]
 
 
-def test_the_page_states_every_bound_of_the_code() -> None:
+def test_the_page_states_every_bound_of_the_code():
     rows = re.findall(r"^\| (?!what|---)[^|]+\| ([^|]+) \| `([^`]+)` \|$", (ROOT / "SECURITY.md").read_text(), re.M)
     stated = [
         tuple(2 ** int(power) if power else int(plain) for power, plain in re.findall(r"2\^(\d+)|(\d+)", text))

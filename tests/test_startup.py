@@ -7,7 +7,6 @@ import pytest
 from families import CASES
 from releases.header_only import write
 from releases.record import load
-from support.fixture_types import PathOf
 from support.megatron_saves import SAVES
 from support.processes import python
 
@@ -36,15 +35,13 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def loaded(*commands: list[str]) -> list[set[str]]:
+def loaded(*commands):
     done = python("-c", RUN, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stderr.splitlines()]
 
 
-def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(releases, converted, tmp_path):
     hf, megatron = str(releases("glm4_moe")), str(converted("glm4_moe"))
     back, both, mixed, compared, there = loaded(
         ["convert", megatron, str(tmp_path / "back"), "--dry-run"],
@@ -67,20 +64,20 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
 
 
 @pytest.mark.parametrize("command", [["--help"], ["convert", "--help"], ["verify", "--help"]])
-def test_help_imports_nothing_that_is_not_needed(command: list[str]) -> None:
+def test_help_imports_nothing_that_is_not_needed(command):
     (modules,) = loaded(command)
     assert "ckptkit.app.cli" in modules
     assert modules & (HEAVY | {"numpy", "rich", "torch"}) == set()
 
 
-def without_torch(needed: set[str], *commands: list[str]) -> None:
+def without_torch(needed, *commands):
     """After these commands, each in turn, the modules `needed` are there, and torch is not."""
     *_, modules = loaded(*commands)
     assert {f"ckptkit.{name}" for name in needed} <= modules
     assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
 
 
-def test_what_is_refused_imports_no_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_what_is_refused_imports_no_torch(releases, converted, tmp_path):
     """A destination that is there, a source that is not, and options of the other direction."""
     hf, megatron, new = str(releases("glm4_moe")), str(converted("glm4_moe")), str(tmp_path / "new")
     without_torch(
@@ -93,9 +90,7 @@ def test_what_is_refused_imports_no_torch(releases: PathOf, converted: PathOf, t
     assert not Path(new).exists()
 
 
-def test_verbs_that_read_headers_import_no_torch(
-    releases: PathOf, converted: PathOf, saved: Path, tmp_path: Path
-) -> None:
+def test_verbs_that_read_headers_import_no_torch(releases, converted, saved, tmp_path):
     """Of releases in bfloat16, MXFP4, FP8 and INT4, of torch_dist and of Megatron's legacy format."""
     models = ["Qwen/Qwen3-0.6B", "openai/gpt-oss-20b", "Qwen/Qwen3-32B-FP8", INT4]
     published = [str(write(load(model), tmp_path / str(number))) for number, model in enumerate(models)]
@@ -123,7 +118,7 @@ print(json.dumps([count, list(sys.modules)]))
 """
 
 
-def test_no_rule_needs_torch_to_tell_a_shape() -> None:
+def test_no_rule_needs_torch_to_tell_a_shape():
     configs = [case.edit(case.config().to_dict()) for case in CASES.values()]
     count, modules = json.loads(python("-c", SHAPES, given=json.dumps(configs)).stdout)
     assert count > 100 * len(configs)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,11 +14,11 @@ import pytest
 from ckptkit.app.cli import main
 
 if TYPE_CHECKING:
-    from support.remote_servers import Bucket
+    pass
 
 
 @pytest.fixture(scope="session")
-def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def s3_address(tmp_path_factory):
     from support.remote_servers import s3_server
 
     with s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
@@ -28,7 +26,7 @@ def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(s3_address, monkeypatch):
     """A new bucket, with the environment set so that s3:// means this server."""
     from support.remote_servers import Bucket, use_s3
 
@@ -37,7 +35,7 @@ def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
 
 
 @pytest.fixture(scope="session")
-def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_release(tmp_path_factory):
     from support import models
 
     root = tmp_path_factory.mktemp("small") / "qwen"
@@ -46,18 +44,16 @@ def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stored(small_release: Path, bucket: Bucket) -> str:
+def stored(small_release, bucket):
     bucket.put_directory(small_release, "models/qwen")
     return bucket.url("models/qwen")
 
 
 @pytest.fixture
-def ckptkit(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def ckptkit(monkeypatch, capfd):
     """`ckptkit(*arguments)`: how the command ends with these arguments, run in this process."""
 
-    def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    def command(*arguments):
         words = ["ckptkit", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
         capfd.readouterr()  # what was printed while checkpoints were made

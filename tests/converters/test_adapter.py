@@ -1,8 +1,6 @@
 """LoRA adapters that PEFT itself saves, merged: bit for bit what PEFT merges in float32."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ pytestmark = [pytest.mark.usefixtures("peft_here"), pytest.mark.filterwarnings("
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def adapters(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
 
-    def find(kind: str) -> Path:
+    def find(kind):
         if not (root / kind).exists():
             made(kind, root / kind)
         return root / kind
@@ -35,7 +33,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find
 
 
-def opened(path: Path, base: str = "base") -> Adapter:
+def opened(path, base="base"):
     return Adapter(AdapterFiles(path / "adapter"), HfCheckpoint(path / base), "adapter")
 
 
@@ -43,7 +41,7 @@ DAILY = ("dense", "dora", "experts one by one", "fused experts", "other names")
 
 
 @pytest.mark.parametrize("kind", daily([kind for kind in KINDS if kind != "shared outer"], DAILY))
-def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Path]) -> None:
+def test_merging_gives_what_peft_merges(kind, adapters):
     path = adapters(kind)
     adapter = opened(path)
     assert adapter.faults == []
@@ -54,9 +52,7 @@ def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Pat
     assert set(models.unequal(found, base)) == paired | adapter.saved.keys()
 
 
-def test_pairs_of_single_experts_are_merged_into_the_tensor_of_all(
-    adapters: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_pairs_of_single_experts_are_merged_into_the_tensor_of_all(adapters, tmp_path):
     """As Megatron-Swift saves adapters for Qwen3.5, whose release has experts in one tensor a layer."""
     path = adapters("experts one by one")
     case.save("qwen3_moe", HF_CASES["qwen3_moe"], tmp_path / "fused", torch.float32, fused=True)
@@ -71,7 +67,7 @@ def test_pairs_of_single_experts_are_merged_into_the_tensor_of_all(
     assert verify(path / "adapter", source=tmp_path / "fused").status == "passed"
 
 
-def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_merged_checkpoint_is_written_in_every_way(adapters, tmp_path):
     path = adapters("fused experts")
     adapter = path / "adapter"
     convert(path / "base", tmp_path / "hf", merge=adapter)
@@ -93,9 +89,7 @@ def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], P
 @pytest.mark.parametrize(
     ("of_each", "target_modules"), [(1, ["experts"]), (12, ["gate_up_proj", "down_proj"]), (1, ["gate_proj", "w2"])]
 )
-def test_factors_with_an_axis_of_experts_fit_and_are_not_merged(
-    of_each: int, target_modules: list[str], adapters: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_factors_with_an_axis_of_experts_fit_and_are_not_merged(of_each, target_modules, adapters, tmp_path):
     """One A for gate and up of all experts, one B for down, as SGLang reads them; PEFT merges to the base."""
     path, name = adapters("fused experts"), "model.layers.2.mlp.experts"
     base = models.tensors(path / "base")

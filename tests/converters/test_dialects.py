@@ -1,13 +1,10 @@
 """Names in slime's dialect, as its modules and exporters have them, and the same release again."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from families import CASES
 from families.table import config_of
 from support import models
-from support.fixture_types import PathOf
 from support.nightly import daily
 
 from ckptkit.app.api import convert
@@ -31,9 +28,7 @@ FULL_ATTENTION = {
 }
 
 
-def test_latent_attention_has_only_names_that_slimes_exporter_knows(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_latent_attention_has_only_names_that_slimes_exporter_knows(releases, converted, tmp_path):
     """A trainer's norms have one name: Transformer Engine's."""
     convert(releases("deepseek_v3"), tmp_path / "slime", dialect="slime")
     stored, both = (
@@ -47,7 +42,7 @@ def test_latent_attention_has_only_names_that_slimes_exporter_knows(
     assert set(both) - set(stored) == local | {f"decoder.layers.{one}.pre_mlp_layernorm.weight" for one in range(3)}
 
 
-def test_minimax_norms_are_whole_on_every_rank() -> None:
+def test_minimax_norms_are_whole_on_every_rank():
     """Megatron-Bridge cuts them with the heads, slime has them whole, under names of its own."""
     config, whole = config_of(CASES["minimax_m2"]), torch.arange(320)
     for dialect, names, axis, part in (
@@ -64,7 +59,7 @@ def test_minimax_norms_are_whole_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3_next", 8), ("qwen3_5", 10)])
-def test_linear_attention_is_the_hf_module(name: str, count: int) -> None:
+def test_linear_attention_is_the_hf_module(name, count):
     """The names are those in slime_plugins/models/qwen3_next.py and qwen3_5.py: `linear_attn` and `input_layernorm`."""
     config = config_of(CASES[name])
     at = ("model.language_model." if "text_config" in config else "model.") + "layers.5."
@@ -83,7 +78,7 @@ def test_linear_attention_is_the_hf_module(name: str, count: int) -> None:
         assert {key.removeprefix(start) for key in rules if key.startswith(start)} == FULL_ATTENTION
 
 
-def test_arguments_of_linear_attention_are_megatron_cores_alone() -> None:
+def test_arguments_of_linear_attention_are_megatron_cores_alone():
     dims = dims_of(config_of(CASES["qwen3_next"]))
     own = {name for name in megatron_args(dims) if name.startswith(("experimental_attention", "linear_"))}
     assert len(own) == 7
@@ -94,7 +89,7 @@ NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax_m2")
 
 
 @pytest.mark.parametrize("name", daily(NAMES, NAMES[2:]))
-def test_slimes_dialect_comes_back_byte_for_byte(releases: PathOf, tmp_path: Path, name: str) -> None:
+def test_slimes_dialect_comes_back_byte_for_byte(releases, tmp_path, name):
     release = releases(name, fused=CASES[name].fused)
     convert(release, tmp_path / "megatron", dialect="slime")
     checkpoint = TorchDistCheckpoint(tmp_path / "megatron" / "release")

@@ -6,9 +6,7 @@ To show it, each rule is made wrong in every way.
 
 import json
 import math
-from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,14 +32,14 @@ DAILY = {*OF_A_TYPE.values(), *OF_A_KIND}
 INDEX = "model.safetensors.index.json"
 
 
-def test_every_family_has_a_case_and_a_row_in_the_documentation() -> None:
+def test_every_family_has_a_case_and_a_row_in_the_documentation():
     unwitnessed = {str(config_of(case)["model_type"]) for case in UNWITNESSED.values()}
     assert unwitnessed == {name for name, family in FAMILIES.items() if family.unwitnessed}
     assert set(OF_A_TYPE) == set(FAMILIES) - unwitnessed
     assert table() in DOCUMENT.read_text(), "run `make families`"
 
 
-def assert_comes_back(release: Path, megatron: Path, back: Path) -> None:
+def assert_comes_back(release, megatron, back):
     """All files byte for byte; the index may have other spaces."""
     convert(megatron, back)
     before, after = models.content(release), models.content(back)
@@ -57,14 +55,14 @@ LAYOUTS_DAILY = [*((name, False) for name in OF_A_KIND), *((name, True) for name
 
 
 @pytest.mark.parametrize("layout", daily(LAYOUTS, LAYOUTS_DAILY), ids=lambda layout: "-".join(map(str, layout)))
-def test_bfloat16_comes_back_byte_for_byte(tmp_path: Path, layout: tuple[str, bool]) -> None:
+def test_bfloat16_comes_back_byte_for_byte(tmp_path, layout):
     name, fused = layout
     save(name, CASES[name], tmp_path / "release", torch.bfloat16, fused=fused)
     convert(tmp_path / "release", tmp_path / "megatron")
     assert_comes_back(tmp_path / "release", tmp_path / "megatron", tmp_path / "back")
 
 
-def needs_megatron_of(name: str) -> None:
+def needs_megatron_of(name):
     """Skips where the installed megatron-core has no modules for a model."""
     require_megatron()
     found, case = tuple(map(int, version("megatron-core").split(".")[:2])), CASES[name]
@@ -72,13 +70,13 @@ def needs_megatron_of(name: str) -> None:
         pytest.skip(f"megatron-core {found} has no modules for it: since {case.since}, before {case.before}")
 
 
-def assert_mutations_show(mutated: Mapping[str, float]) -> None:
+def assert_mutations_show(mutated):
     assert len(mutated) > 20
     assert {label: change for label, change in mutated.items() if not change > ENOUGH} == {}
 
 
 @pytest.mark.parametrize("name", daily(CASES, DAILY))
-def test_megatron_loads_it_strictly_and_computes_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
+def test_megatron_loads_it_strictly_and_computes_the_logits_of_the_reference(name, tmp_path):
     """Of layers for multi-token prediction too; and others with a mapping that is wrong in its last layer."""
     case = CASES[name]
     model, added = save(name, case, tmp_path / "hf", torch.float32)
@@ -103,7 +101,7 @@ def test_megatron_loads_it_strictly_and_computes_the_logits_of_the_reference(nam
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(CASES))
-def test_mapping_wrong_in_every_layer_changes_the_logits(name: str, tmp_path: Path) -> None:
+def test_mapping_wrong_in_every_layer_changes_the_logits(name, tmp_path):
     """As above; there most are wrong in the last of their layers alone, which the layers before need not compute."""
     needs_megatron_of(name)
     save(name, CASES[name], tmp_path / "hf", torch.float32)

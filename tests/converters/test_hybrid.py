@@ -1,14 +1,11 @@
 """Linear attention: its parts and dtypes on disk, and what ranks of real Megatron hold and save of it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from families.mtp import small
 from support import models
-from support.fixture_types import CopyOf
 from support.installed import require_megatron
 from support.megatron_saves import Save, save_with_megatron
 
@@ -25,7 +22,7 @@ from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     path = tmp_path_factory.mktemp("hybrid") / "release"
     save("hybrid", small(CASES["qwen3_5"], 4), path, torch.bfloat16)
     return path
@@ -34,7 +31,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 IN_PROJ = "decoder.layers.2.self_attention.in_proj.weight"
 
 
-def test_a_part_that_is_missing_is_named(release: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_missing_is_named(release, tmp_path):
     convert(release, tmp_path / "megatron")
     path = tmp_path / "megatron" / "release"
     models.edit_metadata(path, lambda metadata: metadata.state_dict_metadata.pop(IN_PROJ + ".z"))
@@ -42,7 +39,7 @@ def test_a_part_that_is_missing_is_named(release: Path, tmp_path: Path) -> None:
         TorchDistCheckpoint(path)
 
 
-def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp_path: Path) -> None:
+def test_float32_state_is_never_rounded_and_the_norm_is_exact(release, tmp_path):
     """Qwen3.5 has a float32 A_log in bfloat16 releases. Megatron stores its gated norm minus one, in a wider dtype."""
     before, layer = models.tensors(release), "model.language_model.layers.1.linear_attn."
     assert before[layer + "A_log"].dtype == before[layer + "norm.weight"].dtype == torch.float32
@@ -59,7 +56,7 @@ def test_float32_state_is_never_rounded_and_the_norm_is_exact(release: Path, tmp
     assert torch.equal(narrow[layer + "norm.weight"], before[layer + "norm.weight"].bfloat16())
 
 
-def test_a_norm_that_would_be_rounded_is_refused(release: Path, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_a_norm_that_would_be_rounded_is_refused(release, copy_of, tmp_path):
     name, source = "model.language_model.layers.1.linear_attn.norm.weight", copy_of(release)
     norm = models.tensors(source)[name].bfloat16()
     norm[3] = 1e-9
@@ -69,7 +66,7 @@ def test_a_norm_that_would_be_rounded_is_refused(release: Path, copy_of: CopyOf,
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron(tmp_path_factory):
     require_megatron()
     path = tmp_path_factory.mktemp("next") / "megatron"
     save("hybrid", small(CASES["qwen3_next"], 4), path.with_name("release"), torch.bfloat16)
@@ -79,7 +76,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.nightly)])
-def test_every_rank_holds_what_the_rules_say(megatron: Path, sizes: dict[str, int]) -> None:
+def test_every_rank_holds_what_the_rules_say(megatron, sizes):
     """With two pipeline stages the first has linear attention only, the second both kinds and the MTP layer."""
     subject = Subject(
         megatron, megatron.with_name("release"), options=VerifyOptions(**sizes, against=frozenset({"megatron"}))
@@ -97,7 +94,7 @@ def test_every_rank_holds_what_the_rules_say(megatron: Path, sizes: dict[str, in
         assert elements["decoder.layers.1.self_attention.A_log"] == 4
 
 
-def test_what_megatron_saves_on_two_ranks_is_read(megatron: Path, tmp_path: Path) -> None:
+def test_what_megatron_saves_on_two_ranks_is_read(megatron, tmp_path):
     """A training run saves bfloat16 throughout. That rounds the gated norm minus one, and nothing else."""
     release = megatron.with_name("release")
     save_with_megatron(

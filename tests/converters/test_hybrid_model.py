@@ -4,7 +4,6 @@ The logits are those of Megatron's own HybridModel (MambaModel before megatron-c
 """
 
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from families.case import far, save, tokens
 from families.table import config_of
 from families.worker import ask
 from support import models
-from support.fixture_types import PathOf
 from support.installed import require_megatron
 from support.messages import text_with
 from support.nightly import daily
@@ -53,11 +51,11 @@ PATTERNS = {
 }
 
 
-def test_pattern_has_two_letters_a_layer() -> None:
+def test_pattern_has_two_letters_a_layer():
     assert {name: hybrid_pattern(dims_of(config_of(CASES[name]))) for name in PATTERNS} == PATTERNS
 
 
-def test_norms_of_sparse_attention_are_modules_of_their_own() -> None:
+def test_norms_of_sparse_attention_are_modules_of_their_own():
     names = [rule.megatron for rule in rules_of(config_of(CASES["deepseek_v32"]), "hybrid")]
     assert "decoder.layers.4.self_attention.q_layernorm.weight" in names
     assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.kv_layernorm.weight" in names
@@ -66,7 +64,7 @@ def test_norms_of_sparse_attention_are_modules_of_their_own() -> None:
     assert "decoder.layers.4.self_attention.linear_q_up_proj.layer_norm_weight" in latent
 
 
-def test_arguments_have_the_pattern_in_the_place_of_lists_and_count_layers_twice() -> None:
+def test_arguments_have_the_pattern_in_the_place_of_lists_and_count_layers_twice():
     dims = dims_of(config_of(CASES["glm4_moe"]))
     gpt, hybrid = megatron_args(dims), megatron_args(dims, "hybrid")
     assert (hybrid["num_layers"], hybrid["hybrid_layer_pattern"]) == (24, PATTERNS["glm4_moe"])
@@ -78,7 +76,7 @@ def test_arguments_have_the_pattern_in_the_place_of_lists_and_count_layers_twice
     assert as_gpt_args(unrotated)["no_rope_freq"] == [0, 0, 0, 1] * 3
 
 
-def test_arguments_describe_the_model_in_the_terms_of_gpt_too() -> None:
+def test_arguments_describe_the_model_in_the_terms_of_gpt_too():
     for name in BOTH:
         dims = dims_of(config_of(CASES[name]))
         args = megatron_args(dims, "hybrid")
@@ -92,29 +90,27 @@ def test_arguments_describe_the_model_in_the_terms_of_gpt_too() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*-" * 11, "-*" * 12, "*-" * 11 + "*E", "M" + "*-" * 12, "nonsense"])
-def test_pattern_of_another_model_is_named(pattern: str) -> None:
+def test_pattern_of_another_model_is_named(pattern):
     dims = dims_of(config_of(CASES["qwen2-tied"]))
     args = megatron_args(dims, "hybrid") | {"hybrid_layer_pattern": pattern}
     assert list(mismatches(dims, args)) == [("hybrid_layer_pattern", "*-" * 12, pattern)]
 
 
-def test_stages_are_numbered_as_megatron_numbers_chunks() -> None:
+def test_stages_are_numbered_as_megatron_numbers_chunks():
     assert with_stages("*-*E*E*E/*E", Pipeline(8, 2, vpp=2)) == "*-|*E|*E|*E/*E"
     assert with_stages("*-*E*E*E", Pipeline(8, 2, last=3)) == "*-*E*|E*E"
     assert with_stages("*-*E", Pipeline(4)) == "*-*E"
 
 
 @pytest.mark.parametrize("name", daily(GPT_ONLY, ("llama", "minimax_m2", "moonlight", "glm_moe_dsa-shared", "glm4")))
-def test_a_model_that_only_gptmodel_holds_is_refused_by_name(releases: PathOf, tmp_path: Path, name: str) -> None:
+def test_a_model_that_only_gptmodel_holds_is_refused_by_name(releases, tmp_path, name):
     with pytest.raises(CkptkitError, match=f"HybridModel.*{GPT_ONLY[name]}"):
         convert(releases(name), tmp_path / "out", dialect="hybrid")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", daily(BOTH, DAILY))
-def test_conversion_goes_between_hf_and_both_dialects_byte_for_byte(
-    releases: PathOf, converted: PathOf, tmp_path: Path, name: str
-) -> None:
+def test_conversion_goes_between_hf_and_both_dialects_byte_for_byte(releases, converted, tmp_path, name):
     hf, gpt = releases(name), converted(name)
     convert(gpt, tmp_path / "hybrid", dialect="hybrid")
     convert(tmp_path / "hybrid", tmp_path / "back", dialect="mcore")
@@ -128,9 +124,7 @@ def test_conversion_goes_between_hf_and_both_dialects_byte_for_byte(
     assert is_hybrid(TorchDistCheckpoint(tmp_path / "hybrid" / "release").specs)
 
 
-def test_inspect_says_which_class_it_holds_and_prints_its_arguments(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_inspect_says_which_class_it_holds_and_prints_its_arguments(releases, converted, tmp_path):
     convert(releases("glm4_moe"), tmp_path / "hybrid", dialect="hybrid")
     assert inspect(converted("glm4_moe"))["model"] == "GPTModel"
     assert inspect(tmp_path / "hybrid")["model"] == text_with(f"HybridModel {PATTERNS['glm4_moe']}")
@@ -140,9 +134,7 @@ def test_inspect_says_which_class_it_holds_and_prints_its_arguments(
     assert "pretrain_hybrid.py" in flags[-1]
 
 
-def test_the_output_layers_extra_state_is_stored_also_where_the_embedding_is_tied(
-    releases: PathOf, tmp_path: Path
-) -> None:
+def test_the_output_layers_extra_state_is_stored_also_where_the_embedding_is_tied(releases, tmp_path):
     convert(releases("qwen2-tied"), tmp_path / "hybrid", dialect="hybrid")
     found = TorchDistCheckpoint(tmp_path / "hybrid" / "release")
     assert "output_layer._extra_state/shard_0_1" in found.metadata.objects
@@ -151,7 +143,7 @@ def test_the_output_layers_extra_state_is_stored_also_where_the_embedding_is_tie
 
 
 @pytest.mark.parametrize("name", daily(HELD, (*DAILY, "nemotron_h-latent")))
-def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(tmp_path: Path, name: str) -> None:
+def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(tmp_path, name):
     require_megatron()
     case, found = CASES[name], tuple(map(int, version("megatron-core").split(".")[:2]))
     if lacking := [what for what, since in needs_release(dims_of(config_of(CASES[name])), 1) if found < since]:

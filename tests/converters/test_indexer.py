@@ -5,14 +5,12 @@ That Megatron's own indexer chooses the tokens that transformers' chooses, its l
 
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from families import CASES
 from families.table import config_of
 from support import models
-from support.fixture_types import PathOf
 from support.installed import require_megatron
 
 from ckptkit.app.api import convert
@@ -31,7 +29,7 @@ SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megat
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
-def test_slime_dialect(releases: PathOf, converted: PathOf, tmp_path: Path, name: str) -> None:
+def test_slime_dialect(releases, converted, tmp_path, name):
     """slime's names and rows for whatever the indexer is made of, and the same release again."""
     convert(releases(name), tmp_path / "megatron", dialect="slime")
     slime, mcore = (TorchDistCheckpoint(path / "release") for path in (tmp_path / "megatron", converted(name)))
@@ -56,7 +54,7 @@ def test_slime_dialect(releases: PathOf, converted: PathOf, tmp_path: Path, name
     assert models.unequal(tmp_path / "back", releases(name)) == []
 
 
-def test_every_rank_holds_the_whole_indexer(releases: PathOf, converted: PathOf) -> None:
+def test_every_rank_holds_the_whole_indexer(releases, converted):
     require_megatron()
     name = "glm_moe_dsa-shared"
     subject = Subject(converted(name), releases(name), options=VerifyOptions(tp=2, ep=2))
@@ -72,7 +70,7 @@ def test_every_rank_holds_the_whole_indexer(releases: PathOf, converted: PathOf)
         assert held["decoder.layers.10.self_attention.core_attention.indexer.linear_wq_b.weight"] == 14 * 64 * 48
 
 
-def test_layers_that_share_have_no_rules() -> None:
+def test_layers_that_share_have_no_rules():
     shared = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa-shared"]))}
     every = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa"]))}
     gone = {name for name in every - shared if ".indexer." in name}
@@ -81,7 +79,7 @@ def test_layers_that_share_have_no_rules() -> None:
     assert len(gone) == 7 * 5
 
 
-def test_a_run_with_slimes_module_stores_no_size_of_it() -> None:
+def test_a_run_with_slimes_module_stores_no_size_of_it():
     dims = dims_of(config_of(CASES["deepseek_v32"]))
     args = megatron_args(dims, "slime")
     assert [name for name in args if "dsa" in name or "experimental" in name] == []
@@ -89,7 +87,7 @@ def test_a_run_with_slimes_module_stores_no_size_of_it() -> None:
     assert list(mismatches(dims, args | none)) == []
 
 
-def test_arguments_from_before_0_19_are_named_with_the_release() -> None:
+def test_arguments_from_before_0_19_are_named_with_the_release():
     dims = dims_of(config_of(CASES["deepseek_v32"]))
     args = {name: value for name, value in megatron_args(dims).items() if name != "dsa_indexer_rope_interleaved"}
     ((argument, expected, actual),) = mismatches(dims, args)

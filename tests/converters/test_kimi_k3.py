@@ -1,13 +1,11 @@
 """Kimi K3: what its release has and its config does not say."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from releases.record import load
 from support import floats, models
-from support.fixture_types import CopyOf, PathOf
 from support.quantized import E2M1
 
 from ckptkit.app.api import convert, quantize
@@ -20,11 +18,11 @@ LAYER = "language_model.model.layers.5.block_sparse_moe."
 
 
 @pytest.fixture
-def release(releases: PathOf) -> Path:
+def release(releases):
     return releases("kimi_k3")
 
 
-def changed(path: Path, place: int, value: float) -> Path:
+def changed(path, place, value):
     state = models.tensors(path)[STATE].clone()
     state[place] = value
     models.edit(path, STATE, state)
@@ -32,9 +30,7 @@ def changed(path: Path, place: int, value: float) -> Path:
 
 
 @pytest.mark.parametrize("value", [-0.0, float("nan")])
-def test_state_behind_the_heads_that_is_not_zero_is_not_dropped(
-    value: float, release: Path, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_state_behind_the_heads_that_is_not_zero_is_not_dropped(value, release, copy_of, tmp_path):
     """The release has 96 heads and room for 128. Megatron has no place for the rest, which must be bits of 0."""
     broken = changed(copy_of(release), 96, value)
     with pytest.raises(CkptkitError, match=f"{STATE}.*96"):
@@ -42,7 +38,7 @@ def test_state_behind_the_heads_that_is_not_zero_is_not_dropped(
     assert "CK202" in {finding.code for finding in verify(broken, source=release).findings}
 
 
-def test_megatron_has_the_state_of_its_heads_alone(release: Path, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_megatron_has_the_state_of_its_heads_alone(release, copy_of, tmp_path):
     """A zero in the last head is no padding."""
     other = changed(copy_of(release), 95, 0.0)
     convert(other, tmp_path / "megatron", unwitnessed=True)
@@ -55,7 +51,7 @@ def test_megatron_has_the_state_of_its_heads_alone(release: Path, copy_of: CopyO
     assert models.unequal(tmp_path / "back", other) == []
 
 
-def test_experts_in_mxfp4_are_told_by_their_tensors(release: Path, tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_told_by_their_tensors(release, tmp_path):
     """The release's `ignore` names neither the projections around the experts nor the router, which are BF16."""
     text = json.loads((release / "config.json").read_text())["text_config"]
     text["quantization_config"] = load("moonshotai/Kimi-K3").config["text_config"]["quantization_config"]

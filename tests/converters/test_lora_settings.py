@@ -4,9 +4,8 @@ import dataclasses
 import json
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import randomized
 from support.nightly import daily
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.converters.adapter import Adapter
@@ -23,7 +22,6 @@ from ckptkit.converters.lora_settings import APPLIED, FIELDS, HARMLESS
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.run import verify
 
 pytestmark = [
@@ -37,13 +35,13 @@ Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], Tensors]
 
 
-def without_null(value: Any) -> Any:
+def without_null(value):
     if isinstance(value, dict):
         return {key: without_null(one) for key, one in value.items()}
     return None if value == "null" else value
 
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {
+SETTINGS = {
     name: [without_null(row) for row in rows]
     for name, rows in tomllib.loads(Path(__file__).with_name("lora_settings.toml").read_text()).items()
 }
@@ -56,7 +54,7 @@ UNSLOTH = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
@@ -65,11 +63,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def model(root: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(root / "base", dtype=dtype)  # type: ignore[no-any-return]
+def model(root, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(root / "base", dtype=dtype)
 
 
-def made(root: Path, **options: Any) -> Path:
+def made(root, **options):
     """What PEFT saves of an adapter with these options; one folder for each."""
     path = root / "adapter {}".format("-".join(f"{key}={options[key]}" for key in sorted(options)))
     if not path.exists():
@@ -81,26 +79,26 @@ def made(root: Path, **options: Any) -> Path:
     return path
 
 
-def edited(path: Path, target: Path, change: Change = dict, **config: Any) -> Path:
+def edited(path, target, change=dict, **config):
     shutil.copytree(path, target)
     save_file(change(load_file(path / WEIGHTS)), target / WEIGHTS)
     (target / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | config))
     return target
 
 
-def by_peft(root: Path, adapter: Path) -> Mapping[str, Tensor] | None:
+def by_peft(root, adapter):
     """What PEFT merges, or None where it refuses the adapter."""
     try:
-        return PeftModel.from_pretrained(model(root), str(adapter)).merge_and_unload().state_dict()  # type: ignore[no-any-return, operator]
+        return PeftModel.from_pretrained(model(root), str(adapter)).merge_and_unload().state_dict()
     except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, NotImplementedError, ImportError):
         return None
 
 
-def over(root: Path, adapter: Path) -> Adapter:
+def over(root, adapter):
     return Adapter(AdapterFiles(adapter), HfCheckpoint(root / "base"), "adapter")
 
 
-def by_hand(root: Path, adapter: Path) -> Mapping[str, Tensor]:
+def by_hand(root, adapter):
     """The base with 2 B A added to each weight that has factors: what a reader of tensors alone merges."""
     weights = load_file(root / "base" / "model.safetensors")
     factors = load_file(adapter / WEIGHTS)
@@ -111,35 +109,35 @@ def by_hand(root: Path, adapter: Path) -> Mapping[str, Tensor]:
     return weights
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def errors_in(report: Report) -> list[Finding]:
+def errors_in(report):
     return [one for one in report.findings if one.severity == "error"]
 
 
-def without(*parts: str) -> Change:
+def without(*parts):
     return lambda tensors: {name: one for name, one in tensors.items() if not all(part in name for part in parts)}
 
 
-def times(factor: float, *parts: str) -> Change:
+def times(factor, *parts):
     return lambda tensors: {
         name: one * factor if all(part in name for part in parts) else one for name, one in tensors.items()
     }
 
 
-def plus(name: str, *shape: int) -> Change:
+def plus(name, *shape):
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(shape)}
 
 
-def named(old: str, new: str, *parts: str) -> Change:
+def named(old, new, *parts):
     return lambda tensors: {
         name.replace(old, new) if all(part in name for part in parts) else name: one for name, one in tensors.items()
     }
 
 
-def reshaped(part: str, *shape: int) -> Change:
+def reshaped(part, *shape):
     return lambda tensors: {name: one.reshape(shape) if part in name else one for name, one in tensors.items()}
 
 
@@ -156,9 +154,7 @@ CHANGED = {"small": times(1e-3, "lora_B"), "zeros": times(0, "layers.0"), "defau
     ],
     ids=[*map(str, SETTINGS["made"] + SETTINGS["unchanged"]), *CHANGED],
 )
-def test_an_adapter_is_merged_as_peft_merges_it(
-    options: dict[str, Any], change: Change, config: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_is_merged_as_peft_merges_it(options, change, config, root, tmp_path):
     adapter = edited(made(root, **options), tmp_path / "adapter", change, **config)
     view, expected = over(root, adapter).merged(), by_peft(root, adapter)
     assert expected is not None
@@ -171,9 +167,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(
 
 
 @pytest.mark.parametrize("config", daily(SETTINGS["dropped"], SETTINGS["dropped"][::2]), ids=str)
-def test_factors_that_peft_drops_are_named_with_the_field(
-    config: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factors_that_peft_drops_are_named_with_the_field(config, root, tmp_path, monkeypatch):
     adapter = edited(made(root), tmp_path / "adapter", **config)
     expected = by_peft(root, adapter)
     assert expected is None or not same(expected, by_hand(root, adapter))
@@ -192,7 +186,7 @@ def test_factors_that_peft_drops_are_named_with_the_field(
 
 
 @pytest.mark.parametrize("targets", [[*Q_AND_V, "o_proj"], UNSLOTH, "ALL-linear"], ids=str)
-def test_a_target_without_a_pair_is_an_error(targets: Any, root: Path, tmp_path: Path) -> None:
+def test_a_target_without_a_pair_is_an_error(targets, root, tmp_path):
     adapter = edited(made(root), tmp_path / "adapter", target_modules=targets)
     tuned = PeftModel.from_pretrained(model(root), str(adapter))
     assert not any(one.any() for name, one in tuned.named_parameters() if "o_proj.lora_B" in name)
@@ -206,7 +200,7 @@ def test_a_target_without_a_pair_is_an_error(targets: Any, root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("config", daily(SETTINGS["refused"], SETTINGS["refused"][::2]), ids=str)
-def test_what_peft_does_otherwise_is_refused_by_the_field(config: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_what_peft_does_otherwise_is_refused_by_the_field(config, root, tmp_path):
     adapter, (field,) = edited(made(root), tmp_path / "adapter", **config), config
     with pytest.raises(UnsupportedError, match=field):
         over(root, adapter).merged()
@@ -221,7 +215,7 @@ def test_what_peft_does_otherwise_is_refused_by_the_field(config: dict[str, Any]
     assert any(field in reason for reason in merged.reasons)
 
 
-def test_every_field_of_peft_is_in_the_table() -> None:
+def test_every_field_of_peft_is_in_the_table():
     defaults = {one.name: getattr(LoraConfig(), one.name) for one in dataclasses.fields(LoraConfig)}
     assert defaults.keys() <= FIELDS.keys()
     refused = {field for field, why in FIELDS.items() if why not in (HARMLESS, APPLIED)}
@@ -231,9 +225,7 @@ def test_every_field_of_peft_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("config", daily(SETTINGS["impossible"], SETTINGS["impossible"][::2]), ids=str)
-def test_values_that_cannot_be_are_named_with_file_and_field(
-    config: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
+def test_values_that_cannot_be_are_named_with_file_and_field(config, root, tmp_path):
     adapter = edited(made(root), tmp_path / "adapter", **config)
     with pytest.raises(CkptkitError) as refused:
         over(root, adapter).merged()
@@ -244,12 +236,12 @@ def test_values_that_cannot_be_are_named_with_file_and_field(
 
 
 MODEL = "base_model.model.model."
-EMBEDDING: dict[str, Any] = {"target_modules": ["embed_tokens", "q_proj"]}
-DORA: dict[str, Any] = {"use_dora": True, "target_modules": ["q_proj"]}
-HEAD: dict[str, Any] = {"modules_to_save": ["lm_head"]}
+EMBEDDING = {"target_modules": ["embed_tokens", "q_proj"]}
+DORA = {"use_dora": True, "target_modules": ["q_proj"]}
+HEAD = {"modules_to_save": ["lm_head"]}
 Q0 = "model.layers.0.self_attn.q_proj"
 # Of which adapter, what is changed, in tensors and fields, and data that the error names.
-TENSORS: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
+TENSORS = {
     "a level less": ({}, named(MODEL, "base_model.model."), {}, ""),
     "a level of a model with towers": ({}, named(MODEL, f"{MODEL}language_model."), {}, ""),
     "a wrapped layer": ({}, named("q_proj.lora", "q_proj.base_layer.lora"), {}, ""),
@@ -284,9 +276,7 @@ TENSORS: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("options", "change", "config", "words"), TENSORS.values(), ids=TENSORS)
-def test_tensors_that_peft_would_not_merge_so_are_refused(
-    options: dict[str, Any], change: Change, config: dict[str, Any], words: str, root: Path, tmp_path: Path
-) -> None:
+def test_tensors_that_peft_would_not_merge_so_are_refused(options, change, config, words, root, tmp_path):
     sound = made(root, **options)
     adapter = edited(sound, tmp_path / "adapter", change, **config)
     meant, found = by_peft(root, sound), by_peft(root, adapter)
@@ -303,7 +293,7 @@ def test_tensors_that_peft_would_not_merge_so_are_refused(
 
 
 @pytest.mark.parametrize("config", SETTINGS["not_wrapped"], ids=str)
-def test_parameters_that_peft_does_not_wrap_are_an_error(config: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_parameters_that_peft_does_not_wrap_are_an_error(config, root, tmp_path):
     plain = made(root, use_dora="use_dora" in config)
     adapter = edited(plain, tmp_path / "adapter", **config)
     assert by_peft(root, adapter) is None
@@ -312,9 +302,7 @@ def test_parameters_that_peft_does_not_wrap_are_an_error(config: dict[str, Any],
 
 
 @pytest.mark.parametrize("fault", ["DoRA without one", "magnitudes without DoRA"])
-def test_magnitudes_that_contradict_the_field_are_found_without_a_base(
-    fault: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_magnitudes_that_contradict_the_field_are_found_without_a_base(fault, root, tmp_path, monkeypatch):
     options, change, config, words = TENSORS[fault]
     adapter = edited(made(root, **options), tmp_path / "adapter", change, **config)
     for code in ("CK132", "CK131"):  # PEFT has the base's config.json by base_model_name_or_path
@@ -325,7 +313,7 @@ def test_magnitudes_that_contradict_the_field_are_found_without_a_base(
 
 
 # Adapters that change nothing: what is changed of which, and the code that says so, if any.
-IDLE: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
+IDLE = {
     "no tensor": ({}, lambda tensors: {}, {}, "CK131"),
     "every B is zero": ({}, times(0, "lora_B"), {}, "CK133"),
     "every A is zero": ({}, times(0, "lora_A"), {}, "CK133"),
@@ -342,9 +330,7 @@ IDLE: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("options", "change", "config", "code"), IDLE.values(), ids=IDLE)
-def test_an_adapter_that_changes_nothing_is_an_error(
-    options: dict[str, Any], change: Change, config: dict[str, Any], code: str, root: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_changes_nothing_is_an_error(options, change, config, code, root, tmp_path):
     adapter = edited(made(root, **options), tmp_path / "adapter", change, **config)
     with pytest.raises(CkptkitError, match="changes nothing"):
         over(root, adapter).merged()
@@ -357,9 +343,7 @@ def test_an_adapter_that_changes_nothing_is_an_error(
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, HEAD], ids=["dora", "whole"])
-def test_an_adapter_as_it_is_before_the_first_step_is_an_error(
-    options: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_as_it_is_before_the_first_step_is_an_error(options, root, tmp_path):
     tuned = get_peft_model(model(root), LoraConfig(r=4, target_modules=Q_AND_V, **options))
     tuned.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(CkptkitError, match="changes nothing"):
@@ -372,12 +356,10 @@ def test_an_adapter_as_it_is_before_the_first_step_is_an_error(
 @pytest.mark.parametrize(
     ("options", "stored"), [({}, torch.float32), ({"use_dora": True}, torch.bfloat16)], ids=["plain", "dora"]
 )
-def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(
-    options: dict[str, Any], stored: torch.dtype, root: Path, tmp_path: Path
-) -> None:
+def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(options, stored, root, tmp_path):
     """With factors in float32, as `PeftModel.from_pretrained` has them however they are stored."""
 
-    def cast(factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def cast(factors):
         return {name: factor.to(stored) for name, factor in factors.items()}
 
     adapter = edited(made(root, **options), tmp_path / "adapter", cast)
@@ -402,9 +384,7 @@ Q0_PAIR, K0 = f"2 x lora_B lora_A of {Q0}", "model.layers.0.self_attn.k_proj.wei
     ],
     ids=["not added", "something else", "DoRA", "without a pair", "a whole tensor"],
 )
-def test_a_weight_of_a_merged_checkpoint_that_is_another_is_named(
-    name: str, factor: float | None, options: dict[str, Any], words: list[str], root: Path, tmp_path: Path
-) -> None:
+def test_a_weight_of_a_merged_checkpoint_that_is_another_is_named(name, factor, options, words, root, tmp_path):
     adapter, file = made(root, **options), tmp_path / "merged" / "model.safetensors"
     convert(root / "base", tmp_path / "merged", merge=adapter)
     tensors = load_file(file)

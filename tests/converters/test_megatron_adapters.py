@@ -3,15 +3,12 @@
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import HF_CASES, case
 from safetensors.torch import load_file
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
@@ -23,12 +20,12 @@ from ckptkit.verify.run import verify
 LAYER = "decoder.layers.3.self_attention"
 
 
-def with_adapters(path: Path, alone: bool) -> Path:
+def with_adapters(path, alone):
     """A pair of `linear_proj`, and one of a part of `linear_qkv`; `alone`: as a run saves adapters, with no model."""
     names = [f"{LAYER}.linear_proj.adapter.linear_in.weight", f"{LAYER}.linear_proj.adapter.linear_out.weight"]
     names += [f"{LAYER}.linear_qkv.adapter.adapter_q.linear_{one}.weight" for one in ("in", "out")]
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         key = f"{LAYER}.linear_proj.weight"
         entry = metadata.state_dict_metadata[key]
         index = next(index for index in metadata.storage_data if index.fqn == key)
@@ -45,9 +42,7 @@ def with_adapters(path: Path, alone: bool) -> Path:
 
 
 @pytest.mark.parametrize(("alone", "words"), [(True, "without a model"), (False, "in addition to")])
-def test_pairs_of_one_part_are_named_with_the_way_to_peft(
-    alone: bool, words: str, converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_pairs_of_one_part_are_named_with_the_way_to_peft(alone, words, converted, copy_of, tmp_path):
     path = with_adapters(copy_of(converted("qwen2-tied")), alone)
     with pytest.raises(UnsupportedError) as refused:
         convert(path, tmp_path / "out")
@@ -66,22 +61,22 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "base"
     case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.float32)
     return path
 
 
-def block_of(part: str) -> str:
+def block_of(part):
     return "mlp" if part in ("gate", "up", "down") else "self_attn"
 
 
-def factors(base: Path) -> dict[str, Tensor]:
+def factors(base):
     """A and B of every layer by HF names; what Megatron fuses shares A."""
     torch.manual_seed(7)
     weights, found = models.tensors(base), dict[str, Tensor]()
     for layer in range(LAYERS):
-        shared: dict[str, Tensor] = {}
+        shared = {}
         for part in PARTS:
             module = f"model.layers.{layer}.{block_of(part)}.{part}_proj"
             rows, columns = weights[f"{module}.weight"].shape
@@ -91,7 +86,7 @@ def factors(base: Path) -> dict[str, Tensor]:
     return found
 
 
-def fused_qkv(query: Tensor, key: Tensor, value: Tensor, config: dict[str, Any]) -> Tensor:
+def fused_qkv(query, key, value, config):
     """Megatron's rows: of each query group its heads, then its key, then its value."""
     size, groups = config["head_dim"], config["num_key_value_heads"]
     heads = config["num_attention_heads"] // groups
@@ -102,10 +97,10 @@ def fused_qkv(query: Tensor, key: Tensor, value: Tensor, config: dict[str, Any])
     return torch.cat(rows)
 
 
-def saved(root: Path, base: Path, change: Change = lambda state: None, settings: str = RUN) -> Path:
+def saved(root, base, change=lambda state: None, settings=RUN):
     """What Megatron-Bridge leaves of a run that trained adapters: one key for all layers, alike in all of them."""
     config, own = json.loads((base / "config.json").read_text()), factors(base)
-    layers: dict[str, list[Tensor]] = {}
+    layers = {}
     for layer in range(LAYERS):
         a = {part: own[f"model.layers.{layer}.{block_of(part)}.{part}_proj.lora_A"] for part in PARTS}
         b = {part: own[f"model.layers.{layer}.{block_of(part)}.{part}_proj.lora_B"] for part in PARTS}
@@ -132,7 +127,7 @@ def saved(root: Path, base: Path, change: Change = lambda state: None, settings:
     return root
 
 
-def test_adapters_of_a_run_become_pefts(base: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_run_become_pefts(base, tmp_path):
     done = convert(saved(tmp_path / "run", base), tmp_path / "adapter", hf=base)
     expected = {f"base_model.model.{name}.weight": one for name, one in factors(base).items()}
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -144,11 +139,11 @@ def test_adapters_of_a_run_become_pefts(base: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "adapter", source=base).findings == []
 
 
-def cut_short(state: dict[str, Tensor]) -> None:
+def cut_short(state):
     del state["decoder.layers.mlp.linear_fc2.adapter.linear_out.weight"]
 
 
-def of_experts(state: dict[str, Tensor]) -> None:
+def of_experts(state):
     state["decoder.layers.mlp.experts.linear_fc1.adapter.linear_in.weight"] = torch.ones(LAYERS, 4, 4)
 
 
@@ -160,14 +155,12 @@ def of_experts(state: dict[str, Tensor]) -> None:
         (lambda state: None, RUN.replace("dim: 4", "dim: 8"), DamagedError, r"not \[8, 128\] and"),
     ],
 )
-def test_pairs_that_do_not_fit_are_refused(
-    change: Change, settings: str, error: type[Exception], words: str, base: Path, tmp_path: Path
-) -> None:
+def test_pairs_that_do_not_fit_are_refused(change, settings, error, words, base, tmp_path):
     with pytest.raises(error, match=words):
         convert(saved(tmp_path / "run", base, change, settings), tmp_path / "adapter", hf=base)
     assert not (tmp_path / "adapter").exists()
 
 
-def test_options_of_models_are_refused(base: Path, tmp_path: Path) -> None:
+def test_options_of_models_are_refused(base, tmp_path):
     with pytest.raises(UsageError, match="LoRA"):
         convert(saved(tmp_path / "run", base), tmp_path / "adapter", hf=base, dtype="bfloat16")

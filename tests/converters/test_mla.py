@@ -1,17 +1,14 @@
 """Latent attention: the two names of its norms on disk, and what ranks of real Megatron hold and save."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from families import CASES
 from families.table import config_of
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.installed import require_megatron
 from support.megatron_saves import Save, save_with_megatron
 from support.messages import text_with
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.parallel import ParallelSizes
@@ -38,22 +35,22 @@ NORMS = {
 
 
 @pytest.fixture
-def release(releases: PathOf) -> Path:
+def release(releases):
     return releases("deepseek_v3")
 
 
 @pytest.fixture
-def megatron(converted: PathOf) -> Path:
+def megatron(converted):
     return converted("deepseek_v3")
 
 
-def remove(metadata: Metadata, key: str) -> None:
+def remove(metadata, key):
     del metadata.state_dict_metadata[key]
     for index in [index for index in metadata.storage_data if index.fqn == key]:
         del metadata.storage_data[index]
 
 
-def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron: Path) -> None:
+def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron):
     checkpoint = TorchDistCheckpoint(megatron / "release")
     stored = checkpoint.metadata.tensors
     for engine, local in NORMS.items():
@@ -68,12 +65,10 @@ def test_a_norm_has_both_its_names_on_disk_and_one_in_the_tensors(megatron: Path
 
 
 @pytest.mark.parametrize("kept", ["engine", "local"])
-def test_norm_under_either_name_is_read(
-    release: Path, megatron: Path, copy_of: CopyOf, tmp_path: Path, kept: str
-) -> None:
+def test_norm_under_either_name_is_read(release, megatron, copy_of, tmp_path, kept):
     copy = copy_of(megatron)
 
-    def change(metadata: Metadata) -> None:
+    def change(metadata):
         engine = [key for key in metadata.state_dict_metadata if key.endswith(".layer_norm_weight")]
         dense = [f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in range(3)]
         local = [
@@ -89,10 +84,10 @@ def test_norm_under_either_name_is_read(
     assert models.unequal(tmp_path / "back", release) == []
 
 
-def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of: CopyOf) -> None:
+def test_two_names_of_one_norm_must_not_be_stored_apart(megatron, copy_of):
     copy, wrong = copy_of(megatron), LAYER + "self_attention.q_layernorm.weight"
 
-    def change(metadata: Metadata) -> None:
+    def change(metadata):
         (index,) = [index for index in metadata.storage_data if index.fqn == wrong]
         other = MetadataIndex(wrong.replace(".11.", ".10."), index.offset)
         metadata.storage_data[index] = metadata.storage_data[other]
@@ -102,7 +97,7 @@ def test_two_names_of_one_norm_must_not_be_stored_apart(megatron: Path, copy_of:
         _ = TorchDistCheckpoint(copy / "release").specs
 
 
-def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
+def test_objects_that_either_spec_asks_for(megatron):
     keys = set(TorchDistCheckpoint(megatron / "release").metadata.objects)
     linears = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
     for module in (
@@ -115,7 +110,7 @@ def test_objects_that_either_spec_asks_for(megatron: Path) -> None:
             assert f"{layer}{module}._extra_state/shard_0_1" in keys
 
 
-def test_megatron_save_comes_back_as_the_release(release: Path, megatron: Path, tmp_path: Path) -> None:
+def test_megatron_save_comes_back_as_the_release(release, megatron, tmp_path):
     """The local spec saves its own names, and the down projections in two parts, one a rank."""
     require_megatron()
     save_with_megatron(
@@ -131,7 +126,7 @@ def test_megatron_save_comes_back_as_the_release(release: Path, megatron: Path, 
 
 
 @pytest.mark.usefixtures("served")
-def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
+def test_every_rank_holds_its_slice(release, megatron):
     subject = Subject(megatron, release, options=VerifyOptions(tp=2, ep=2))
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
     by_name = [{seen.name: seen.elements for seen in report.tensors} for report in run_megatron(subject).reports]
@@ -141,9 +136,7 @@ def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
 
 
 @pytest.mark.usefixtures("served")
-def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_spec(
-    release: Path, tmp_path: Path
-) -> None:
+def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_spec(release, tmp_path):
     """As a trainer saves them, but for one that was lost."""
     slimes, lost = tmp_path / "slimes", LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight"
     convert(release, slimes, dialect="slime")
@@ -157,7 +150,7 @@ def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_s
     assert (unwritten.tensor, unwritten.actual) == (lost, text_with("load"))
 
 
-def test_down_projections_are_whole_with_transformer_engine_only() -> None:
+def test_down_projections_are_whole_with_transformer_engine_only():
     (rule,) = [
         rule
         for rule in rules_of(config_of(CASES["deepseek_v3"]))
@@ -171,9 +164,7 @@ def test_down_projections_are_whole_with_transformer_engine_only() -> None:
     assert compare_slice("x", rule, whole, whole[:28], local).verdict == "differs"
 
 
-def test_megatron_from_019_on_has_another_moonlight(
-    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_from_019_on_has_another_moonlight(releases, converted, monkeypatch):
     """Its `QKNormConfigResolver` puts a norm before linear_q_proj; what it loaded would be another model."""
     require_megatron()
     monkeypatch.setattr(Interpreter, "release", lambda self, package: "0.19.0")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
 from support import models
-from support.fixture_types import CopyOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert
@@ -22,23 +20,21 @@ SMALL = small(CASES["glm4_moe-mtp"], 3)
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     path = tmp_path_factory.mktemp("mtp") / "release"
     save("mtp", SMALL, path, torch.bfloat16)
     return path
 
 
 @pytest.fixture(scope="module")
-def megatron(release: Path) -> Path:
+def megatron(release):
     path = release.parent / "megatron"
     convert(release, path)
     return path
 
 
 @pytest.mark.parametrize(("copy", "original"), [(EMBED, "model.embed_tokens.weight"), (HEAD, "lm_head.weight")])
-def test_a_copy_that_differs_is_refused_with_both_names(
-    release: Path, copy_of: CopyOf, tmp_path: Path, copy: str, original: str
-) -> None:
+def test_a_copy_that_differs_is_refused_with_both_names(release, copy_of, tmp_path, copy, original):
     changed = copy_of(release)
     tensor = models.tensors(changed)[copy]
     tensor.view(torch.int16)[7, 5] ^= 1
@@ -49,7 +45,7 @@ def test_a_copy_that_differs_is_refused_with_both_names(
 
 
 @pytest.mark.parametrize("names", [(), (EMBED,), (HEAD,)], ids=["none", "embedding", "output layer"])
-def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_only_the_copies_of_the_release_come_back(tmp_path, names):
     case = with_tensors(SMALL, lambda name: name not in {EMBED, HEAD} or name in names)
     save("mtp", case, tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
@@ -61,7 +57,7 @@ def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[s
 PROMISED = "config.json 1"
 
 
-def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path) -> None:
+def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path):
     """As releases that were pruned or quantized again: without the layer, and config.json as it was."""
     plain, back = tmp_path / "plain", tmp_path / "back"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
@@ -73,7 +69,7 @@ def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path
     assert (back / "config.json").read_bytes() == (plain / "config.json").read_bytes()
 
 
-def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Path, tmp_path: Path) -> None:
+def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release, tmp_path):
     """A run without --mtp-num-layers takes config and tokenizer from a copy of the release that has no weights."""
     plain, bare = tmp_path / "plain", tmp_path / "bare"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
@@ -86,9 +82,7 @@ def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Pa
     assert models.tensors(tmp_path / "back").keys() == models.tensors(plain).keys()
 
 
-def test_weights_that_the_config_does_not_promise_are_refused(
-    release: Path, megatron: Path, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_weights_that_the_config_does_not_promise_are_refused(release, megatron, copy_of, tmp_path):
     silent = promising(copy_of(release), 0)
     with pytest.raises(CkptkitError, match=r"58 tensor.*model\.layers\.3\."):
         convert(silent, tmp_path / "megatron")
@@ -96,7 +90,7 @@ def test_weights_that_the_config_does_not_promise_are_refused(
         convert(megatron, tmp_path / "back", hf=silent)
 
 
-def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) -> None:
+def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path):
     save("mtp", with_tensors(SMALL, lambda name: ".experts.11." not in name), tmp_path / "half", torch.bfloat16)
     with pytest.raises(CkptkitError, match=r"3.*model\.layers\.3\.mlp\.experts\.11\.gate_proj"):
         convert(tmp_path / "half", tmp_path / "megatron")

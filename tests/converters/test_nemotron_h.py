@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from families.case import build, far, save
 from families.nemotron_h import PATTERN
 from families.table import config_of
 from support import models
-from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
@@ -27,7 +24,7 @@ LATENT = "nemotron_h-latent"
 CONFIG = config_of(CASES[LATENT])
 
 
-def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
+def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers():
     rules = {rule.megatron: set(rule.hf) for rule in rules_of(CONFIG | {"num_nextn_predict_layers": 2})}
     inner = "mtp_model_layer.layers."
     for megatron, hf in {
@@ -40,7 +37,7 @@ def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
         assert rules[f"mtp.layers.1.{megatron}.weight"] == {f"mtp.layers.{hf}.weight"}
 
 
-def test_the_dialect_is_that_of_hybridmodel_and_no_other(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_the_dialect_is_that_of_hybridmodel_and_no_other(releases, converted, tmp_path):
     assert default_dialect(CONFIG) == "hybrid"
     for dialect in ("mcore", "slime"):
         with pytest.raises(CkptkitError, match="GPTModel.*mixer"):
@@ -52,16 +49,14 @@ def test_the_dialect_is_that_of_hybridmodel_and_no_other(releases: PathOf, conve
     assert plain == named
 
 
-def test_the_norm_before_a_mixer_is_read_under_both_of_its_names(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_the_norm_before_a_mixer_is_read_under_both_of_its_names(releases, converted, copy_of, tmp_path):
     """mcore-bridge's spec has a norm of its own there."""
     megatron = copy_of(converted(LATENT))
 
-    def apart(name: str) -> str:
+    def apart(name):
         return name.replace("mixer.in_proj.layer_norm_weight", "norm.weight")
 
-    def rename(metadata: Any) -> None:
+    def rename(metadata):
         state, stored = metadata.state_dict_metadata, metadata.storage_data
         metadata.state_dict_metadata = {apart(key): value for key, value in state.items()}
         metadata.storage_data = {replace(at, fqn=apart(at.fqn)): value for at, value in stored.items()}
@@ -72,7 +67,7 @@ def test_the_norm_before_a_mixer_is_read_under_both_of_its_names(
     assert models.unequal(tmp_path / "back", releases(LATENT)) == []
 
 
-def test_state_of_mixers_and_routers_keeps_its_dtype_whatever_is_asked_for(tmp_path: Path) -> None:
+def test_state_of_mixers_and_routers_keeps_its_dtype_whatever_is_asked_for(tmp_path):
     save(LATENT, CASES[LATENT], tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "megatron", dtype="bfloat16")
     convert(tmp_path / "megatron", tmp_path / "back")
@@ -82,7 +77,7 @@ def test_state_of_mixers_and_routers_keeps_its_dtype_whatever_is_asked_for(tmp_p
     assert models.unequal(tmp_path / "back", expected) == []
 
 
-def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together() -> None:
+def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together():
     """A mixer's output does not depend on how many that are. In transformers 5.12 it does."""
     mixer = build("nemotron_h", CASES["nemotron_h"], torch.float32).model.layers[0].mixer
     hidden = torch.randn(1, 40, 128, generator=torch.Generator().manual_seed(0))
@@ -94,7 +89,7 @@ def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together(
     assert (reasons[0], "128" in str(reasons[1])) == (None, wrong)
 
 
-def test_arguments_of_a_launch(tmp_path: Path) -> None:
+def test_arguments_of_a_launch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     lines = launch_flags(model_arguments(tmp_path))
     expected = [f"--hybrid-layer-pattern '{PATTERN}/*E'", "--num-layers 13", "--position-embedding-type none"]

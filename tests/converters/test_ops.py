@@ -1,13 +1,9 @@
 """Every op against expectations written by hand, with numbers that tell every row apart."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from families import CASES
 from families.table import config_of
-from torch import Tensor
 
 from ckptkit.converters.config.dims import LinearAttention
 from ckptkit.converters.families.deepseek_v32 import RotaryLast
@@ -18,17 +14,16 @@ from ckptkit.converters.ops.basic import (
     GateUp,
     GateUpInOne,
     MinusOne,
-    Op,
     Qkv,
     StackedRows,
     SwapHalves,
 )
-from ckptkit.converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
+from ckptkit.converters.ops.shapes import ShapeOnly, cat, shape_of
 from ckptkit.converters.planner import DIALECTS, mappings_of
 from ckptkit.core.errors import CkptkitError
 
 
-def rows(*numbers: int) -> Tensor:
+def rows(*numbers):
     column = torch.tensor(numbers)
     return torch.stack([column, -column], dim=1)
 
@@ -46,7 +41,7 @@ GATED = rows(10, 11, 15, 16, 20, 21, 25, 26, 30, 31, 35, 36, 40, 41, 45, 46)
 GROUPS = (10, 11, 20, 21, 15, 16, 25, 26, 60, 61, 80, 81), (30, 31, 40, 41, 35, 36, 45, 46, 62, 63, 82, 83)
 ROTATED = rows(3, 0, 1, 2, 7, 4, 5, 6)
 # The op, what the release has, what Megatron has, and of it the last of two ranks.
-OPS: list[tuple[Op, list[Tensor], Tensor, Tensor]] = [
+OPS = [
     (Copy(), [rows(1, 2)], rows(1, 2), rows(1, 2)),
     (Copy(0), [rows(1, 2, 3, 4)], rows(1, 2, 3, 4), rows(3, 4)),
     (Copy(1), [rows(1, 2)], rows(1, 2), torch.tensor([[-1], [-2]])),
@@ -80,7 +75,7 @@ OPS: list[tuple[Op, list[Tensor], Tensor, Tensor]] = [
 
 
 @pytest.mark.parametrize(("op", "parts", "merged", "of_rank"), OPS, ids=[type(op).__name__ for op, *_ in OPS])
-def test_op_inverts_and_shards(op: Op, parts: list[Tensor], merged: Tensor, of_rank: Tensor) -> None:
+def test_op_inverts_and_shards(op, parts, merged, of_rank):
     assert torch.equal(op.merge(parts), merged)
     found = op.split(merged)
     assert len(found) == len(parts)
@@ -88,7 +83,7 @@ def test_op_inverts_and_shards(op: Op, parts: list[Tensor], merged: Tensor, of_r
     assert torch.equal(op.shard(merged, 1, 2), of_rank)
 
 
-def test_half_of_a_group_of_gated_heads_is_cut() -> None:
+def test_half_of_a_group_of_gated_heads_is_cut():
     assert torch.equal(
         GatedQkv(heads=4, groups=2, head_dim=2).shard(rows(*GROUPS[0], *GROUPS[1]), 3, 4), rows(*GROUPS[1][6:])
     )
@@ -102,13 +97,13 @@ def test_half_of_a_group_of_gated_heads_is_cut() -> None:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_sizes_that_do_not_divide_are_refused(op: Op, count: int) -> None:
+def test_sizes_that_do_not_divide_are_refused(op, count):
     with pytest.raises(CkptkitError):
         op.shard(torch.zeros(count, 2), 0, 3 if isinstance(op, GatedQkv) else 4)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(dialect: str) -> None:
+def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(dialect):
     seen = set()
     for case in CASES.values():
         for mapping in mappings_of(config_of(case), dialect):
@@ -130,7 +125,7 @@ def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(dialect: st
     assert len(seen) > 50
 
 
-def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
+def outcome(run):
     try:
         return tuple(run())
     except CkptkitError as error:
@@ -146,12 +141,12 @@ def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
         (lambda tensors: tensors[0].split_with_sizes([2, 2]), [(3, 5)], r"0.*\[3, 5\].*\[2, 2\]"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(run: Any, shapes: list[Shape], said: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(run, shapes, said):
     with pytest.raises(CkptkitError, match=said):
         shape_of(run, shapes)
 
 
-def test_chunks_are_those_of_torch() -> None:
+def test_chunks_are_those_of_torch():
     for rows in (0, 1, 7, 8):
         for count in (1, 2, 3, 5, 8):
             chunks = torch.empty(rows, 2).chunk(count)

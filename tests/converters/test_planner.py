@@ -1,18 +1,12 @@
 """The planner refuses what does not add up before a byte is read, and names values of a config that it cannot take."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from families import CASES, OF_A_KIND
 from families.table import config_of
 from mutations.edits import edit_config
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.nightly import daily
-from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.converters.planner import expected_hf, rules_of, to_hf, to_megatron
@@ -24,14 +18,14 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 class Headers:
     """A checkpoint of names and shapes; reading it is an error."""
 
-    def __init__(self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, config, specs):
         self.config, self.specs, self.groups = config, specs, [(name,) for name in specs]
 
-    def read(self, names: object) -> dict[str, Tensor]:
+    def read(self, names):
         raise AssertionError("the planner must not read")
 
 
-def spec(name: str, *shape: int, dtype: str = "bfloat16") -> dict[str, TensorSpec]:
+def spec(name, *shape, dtype="bfloat16"):
     return {name: TensorSpec(name, shape, dtype)}
 
 
@@ -51,9 +45,7 @@ KEYS, DRAFT = "model.layers.5.self_attn.k_proj.weight", "model.layers.12.eh_proj
         ({}, {"quantization_config": {}}, "is quantized"),
     ],
 )
-def test_plan_of_unsupported_checkpoint_is_refused(
-    releases: PathOf, specs: dict[str, TensorSpec | None], config: dict[str, Any], message: str
-) -> None:
+def test_plan_of_unsupported_checkpoint_is_refused(releases, specs, config, message):
     checkpoint = HfCheckpoint(releases("glm4_moe"))
     own = dict(checkpoint.config), dict(checkpoint.specs)
     assert to_megatron(Headers(*own), "here")
@@ -63,7 +55,7 @@ def test_plan_of_unsupported_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("name", daily(CASES, OF_A_KIND))
-def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> None:
+def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name):
     config = config_of(CASES[name])
     specs = {key: TensorSpec(key, shape, "bfloat16") for key, shape in expected_hf(config).items()}
     firsts = {id(rule.mapping): next(iter(rule.hf)) for rule in reversed(list(rules_of(config)))}
@@ -76,9 +68,7 @@ def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> No
         assert wrong in str(error.value)
 
 
-def test_rope_scaling_that_has_no_arguments_stops_a_conversion(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_rope_scaling_that_has_no_arguments_stops_a_conversion(releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     edit_config(source, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0})
     with pytest.raises(CkptkitError, match="Megatron.*arguments"):
@@ -87,14 +77,14 @@ def test_rope_scaling_that_has_no_arguments_stops_a_conversion(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.float8_e4m3fn])
-def test_dtype_that_weights_cannot_have_is_refused(releases: PathOf, dtype: torch.dtype) -> None:
+def test_dtype_that_weights_cannot_have_is_refused(releases, dtype):
     config = models.configs()["qwen2-tied"].to_dict()
     tensors = {name: tensor.to(dtype) for name, tensor in models.tensors(releases("qwen2-tied")).items()}
     with pytest.raises(CkptkitError, match="bfloat16, float16.*float32"):
         to_megatron(models.InMemory(config, tensors), "here")
 
 
-def test_a_value_that_does_not_fit_float16_is_refused(releases: PathOf) -> None:
+def test_a_value_that_does_not_fit_float16_is_refused(releases):
     config = models.configs()["qwen2-tied"].to_dict()
     tensors = models.tensors(releases("qwen2-tied"))
     tensors["model.norm.weight"][3] = 1e6

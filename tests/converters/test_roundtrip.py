@@ -11,10 +11,7 @@ import torch
 from families import CASES
 from families.case import save
 from support import models
-from support.fixture_types import PathOf
 from support.nightly import daily
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.converters.planner import to_hf
@@ -25,7 +22,7 @@ from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.run import verify
 
 
-def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_convert_back_from_a_moved_iteration_needs_hf(releases, converted, tmp_path):
     moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
     with pytest.raises(CkptkitError, match="HF.*stored"):
         convert(moved, tmp_path / "back")
@@ -33,7 +30,7 @@ def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converte
     assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []
 
 
-def test_convert_of_a_single_file_without_an_index_comes_back(tmp_path: Path) -> None:
+def test_convert_of_a_single_file_without_an_index_comes_back(tmp_path):
     models.save("qwen2-tied", tmp_path / "hf", shard_size="1GB")
     assert not (tmp_path / "hf/model.safetensors.index.json").exists()
     convert(tmp_path / "hf", tmp_path / "megatron")
@@ -43,7 +40,7 @@ def test_convert_of_a_single_file_without_an_index_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", ["back to HF", "to INT4"])
-def test_max_shard_size_cuts_files_anew(way: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_max_shard_size_cuts_files_anew(way, releases, converted, tmp_path):
     """Whatever the release's own shards are; a file that holds more holds one tensor."""
     if way == "back to HF":
         convert(converted("qwen2-tied"), tmp_path / "out", max_shard_size=300_000)
@@ -57,7 +54,7 @@ def test_max_shard_size_cuts_files_anew(way: str, releases: PathOf, converted: P
     )
 
 
-def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: PathOf, tmp_path: Path) -> None:
+def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases, tmp_path):
     convert(releases("glm4_moe"), tmp_path / "megatron", dtype="float32")
     convert(tmp_path / "megatron", tmp_path / "back")
     before = models.tensors(releases("glm4_moe"))
@@ -68,7 +65,7 @@ def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases: PathOf, t
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_padded_vocabulary_is_cut_to_the_config(releases: PathOf, converted: PathOf) -> None:
+def test_padded_vocabulary_is_cut_to_the_config(releases, converted):
     source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
     tensors = source.read(list(source.specs))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -82,7 +79,7 @@ def test_padded_vocabulary_is_cut_to_the_config(releases: PathOf, converted: Pat
 NAME = "model.layers.{}.self_attn.rotary_emb.inv_freq"
 
 
-def frequencies(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def frequencies(model, dtype):
     """Those that the model computes with, once a layer, in float32."""
     return {
         NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)
@@ -90,7 +87,7 @@ def frequencies(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("name", daily(("llama", "mistral", "mixtral", "qwen2-untied"), ("mixtral",)))
-def test_rotary_frequencies_come_back_from_megatron_and_stay_beside_int4_weights(name: str, tmp_path: Path) -> None:
+def test_rotary_frequencies_come_back_from_megatron_and_stay_beside_int4_weights(name, tmp_path):
     release = tmp_path / "release"
     save(name, replace(CASES[name], added=frequencies), release, torch.bfloat16)
     convert(release, tmp_path / "megatron")

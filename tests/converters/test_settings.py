@@ -5,7 +5,6 @@ frequencies to turn.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from families.gpt_oss import ROUNDED as GPT_OSS_ROUNDED
 from support.installed import require_megatron
 from support.megatron_runs import Case as Run
 from support.megatron_runs import in_megatron, logits_of
-from torch import Tensor
 from transformers import MixtralConfig
 
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -27,12 +25,12 @@ TOLERANCE = 1e-4
 LENGTH = 512
 
 
-def sharp(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def sharp(name, tensor, dtype):
     """As `random`, with attention far from uniform, so that positions matter."""
     return random(name, tensor, dtype) * (5 if "q_proj.weight" in name or "k_proj.weight" in name else 1)
 
 
-def long(case: Case) -> Case:
+def long(case):
     return replace(case, value=sharp)
 
 
@@ -49,7 +47,7 @@ MODELS |= {"glm4-tied": long(CASES["glm4-tied"])} | {
     name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4", "qwen2-tied", "qwen3_moe", "glm4_moe")
 }
 # Label -> model and what config.json then says wrong.
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+WRONG = {
     "rotary dimensions": (
         "glm4_moe",
         {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
@@ -100,16 +98,16 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(0, SIZES["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+def logits(tmp_path_factory):
     """Logits by case: `hf NAME` by transformers, everything else by Megatron."""
     root = tmp_path_factory.mktemp("settings")
-    found: dict[str, Tensor] = {}
-    runs: dict[str, Run] = {}
+    found = {}
+    runs = {}
     for name, case in MODELS.items():
         model, _ = save(name, case, root / name, torch.float32)
         with torch.no_grad():
@@ -121,10 +119,10 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_megatron_computes_the_logits_of_transformers(logits: dict[str, Tensor], name: str) -> None:
+def test_megatron_computes_the_logits_of_transformers(logits, name):
     assert far(logits[name], logits[f"hf {name}"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("label", list(WRONG))
-def test_wrong_setting_changes_the_logits(logits: dict[str, Tensor], label: str) -> None:
+def test_wrong_setting_changes_the_logits(logits, label):
     assert far(logits[label], logits[f"hf {WRONG[label][0]}"]) > 10 * TOLERANCE

@@ -3,9 +3,7 @@
 The reference is what Megatron is held against in test_families.py, and shows there when the two inputs change places.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from families.case import build, tokens
 from families.mtp import next_tokens
 from support import sglang_mtp
 from support.installed import before
-from torch import Tensor, nn
+from torch import nn
 
 pytestmark = [pytest.mark.sglang, before("sglang", (0, 5, 23), "its layers are called with other arguments")]
 
@@ -24,7 +22,7 @@ QWEN = ("qwen3_next", "qwen3_5")
 
 
 @pytest.fixture(scope="module")
-def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
+def distances(tmp_path_factory):
     """Relative error of the logits of SGLang's layer; NAME/swapped is with the halves of `mtp.fc` swapped."""
     jobs, heads, expected = {}, {}, {}
     for name, model in MODELS.items():
@@ -42,9 +40,9 @@ def distances(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, float]:
     return found
 
 
-def _job(name: str, model: str) -> tuple[sglang_mtp.Job, Tensor, Tensor]:
+def _job(name, model):
     case = CASES[name]
-    hf: Any = build(name, case, torch.float32)
+    hf = build(name, case, torch.float32)
     added = case.added(hf, torch.float32)
     assert case.mtp is not None
     language = getattr(hf.model, "language_model", hf.model)
@@ -61,11 +59,11 @@ def _job(name: str, model: str) -> tuple[sglang_mtp.Job, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sglangs_own_class_computes_the_logits_of_the_reference(distances: Mapping[str, float], name: str) -> None:
+def test_sglangs_own_class_computes_the_logits_of_the_reference(distances, name):
     assert distances[name] < 1e-4
 
 
 @pytest.mark.parametrize("name", QWEN)
-def test_swapped_halves_are_another_model(distances: Mapping[str, float], name: str) -> None:
+def test_swapped_halves_are_another_model(distances, name):
     """slime swaps the halves of qwen3_next's `fc`."""
     assert distances[f"{name}/swapped"] > 1e-1

@@ -3,8 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from families.mtp import small
 from families.table import config_of
 from releases.record import load
 from support import models
-from support.fixture_types import PathOf
 from support.nightly import daily
 
 from ckptkit.app.api import convert, quantize
@@ -39,7 +36,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", daily(FUSED, ["mixtral", "nemotron_h"]))
-def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path: Path, name: str) -> None:
+def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path, name):
     save(name, CASES[name], tmp_path / "v5", torch.bfloat16, fused=True)
     assert FUSED[name] in HfCheckpoint(tmp_path / "v5").specs
     with pytest.raises(CkptkitError, match=f"transformers v5.*{name}") as error:
@@ -47,7 +44,7 @@ def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path:
     assert "save_original_format=True" in str(error.value.hint)
 
 
-def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
+def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path):
     """The release stores [experts, hidden, 2 x ffn], transformers [experts, 2 x ffn, hidden] under the same names."""
     save("vl", replace(small(CASES["qwen3_vl_moe"], 4), stored=None), tmp_path / "hf", torch.bfloat16)
     with pytest.raises(CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16.*\[96, 128\]"):
@@ -57,16 +54,14 @@ def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "shape", "axes"), [("gate_up_proj", (12, 192), "3 axes"), ("gate_up_proj_bias", (12, 192, 1), "2 axes")]
 )
-def test_fused_experts_with_other_axes_are_refused(name: str, shape: tuple[int, ...], axes: str) -> None:
+def test_fused_experts_with_other_axes_are_refused(name, shape, axes):
     config = load("openai/gpt-oss-20b").config
     source = models.InMemory(config, {f"a.mlp.experts.{name}": torch.zeros(shape)})
     with pytest.raises(CkptkitError, match=axes):
         unfuse(source.specs, config, "here")
 
 
-def test_int4_experts_that_no_reader_knows_one_by_one_are_refused(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_int4_experts_that_no_reader_knows_one_by_one_are_refused(releases, converted, tmp_path):
     scheme = QuantScheme(32, "qmax7")
     with pytest.raises(CkptkitError, match="INT4 gpt_oss"):
         quantize(releases("gpt_oss"), tmp_path / "int4", scheme)
@@ -74,7 +69,7 @@ def test_int4_experts_that_no_reader_knows_one_by_one_are_refused(
         convert(converted("gpt_oss"), tmp_path / "int4", quantize=scheme)
 
 
-def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
+def test_experts_are_fused_only_where_the_release_has_them_so():
     """Qwen3.5 has the decoder's in one tensor and the MTP layer's one by one; Qwen3.6 all in one."""
     config = config_of(CASES["qwen3_5_moe"])
     specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in expected_hf(config).items()}
@@ -92,7 +87,7 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
         assert sorted(found) == sorted(expected)
 
 
-def test_minimax_tensors_of_multi_token_prediction_are_refused(releases: PathOf, tmp_path: Path) -> None:
+def test_minimax_tensors_of_multi_token_prediction_are_refused(releases, tmp_path):
     """Its config promises layers that no release has."""
     extra = "model.layers.12.self_attn.q_norm.weight"
     assert HfCheckpoint(releases("minimax_m2")).config["use_mtp"]
@@ -103,7 +98,7 @@ def test_minimax_tensors_of_multi_token_prediction_are_refused(releases: PathOf,
         to_megatron(HfCheckpoint(tmp_path / "more"), "this release")
 
 
-def test_rows_of_queries_keys_and_values_of_ling_are_put_in_groups(releases: PathOf) -> None:
+def test_rows_of_queries_keys_and_values_of_ling_are_put_in_groups(releases):
     """10 heads of 32 in two groups: the release has all queries, then all keys, then all values."""
     path = releases("bailing_moe")
     hf, view = models.tensors(path), to_megatron(open_checkpoint(path), "the test model")
@@ -114,8 +109,8 @@ def test_rows_of_queries_keys_and_values_of_ling_are_put_in_groups(releases: Pat
     assert torch.equal(view.read([name])[name], torch.cat([stored[first:last] for first, last in places]))
 
 
-def test_the_thinker_of_qwen3_omni_is_the_same_model_alone_and_inside() -> None:
-    whole: dict[str, Any] = config_of(CASES["qwen3_omni_moe"])
+def test_the_thinker_of_qwen3_omni_is_the_same_model_alone_and_inside():
+    whole = config_of(CASES["qwen3_omni_moe"])
     alone = {**whole["thinker_config"], "model_type": "qwen3_omni_moe_thinker"}
     found, shorter = dims_of(whole), dims_of(alone)
     assert (found.root, found.head) == ("thinker.model.", "thinker.lm_head.weight")
@@ -130,7 +125,7 @@ def test_the_thinker_of_qwen3_omni_is_the_same_model_alone_and_inside() -> None:
     assert not family.passes_through("thinker.model.norm.weight")
 
 
-def test_a_written_config_states_the_dtype_where_the_release_does(tmp_path: Path) -> None:
+def test_a_written_config_states_the_dtype_where_the_release_does(tmp_path):
     """Nowhere at the top; null in the text_config of the releases stays null."""
     config = config_of(CASES["qwen3_omni_moe"])
     config["thinker_config"] |= {"dtype": "bfloat16"}

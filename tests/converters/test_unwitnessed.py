@@ -6,8 +6,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from families.worker import ask
 from mutations.edits import edit_config
 from mutations.edits import replace as exchange
 from support import models
-from support.fixture_types import PathOf
 from support.installed import require_megatron
 from support.nightly import daily
 from support.sglang_sizes import widened
@@ -46,13 +43,13 @@ UNNAMED = [name for name in UNWITNESSED if name not in NAMED]
 
 
 @pytest.fixture(params=UNWITNESSED)
-def release(request: pytest.FixtureRequest, releases: PathOf) -> Path:
+def release(request, releases):
     return releases(request.param)
 
 
 def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megatron_has_loaded_it(
-    release: Path,
-) -> None:
+    release,
+):
     """Those that transformers saves, or that are written down by hand: one by one, without what is carried along."""
     source = HfCheckpoint(release)
     carried, config = passthrough_names(source), adapt_config(source.config, source.specs)
@@ -67,7 +64,7 @@ def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megat
         model_arguments(release)
 
 
-def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
+def test_faults_are_found_beside_the_source(release, tmp_path):
     tensors = models.tensors(release)
     (norm,) = (name for name in tensors if re.search(r"layers\.5\.(post_attention_layernorm|ffn_norm)\.", name))
     outputs = [name for name in sorted(tensors) if re.search(r"layers\.\d+\.(self_attn\.o_proj|attn\.wq_b)\.", name)]
@@ -91,7 +88,7 @@ def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
-def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) -> None:
+def test_int4_is_read_as_every_reader_reads_it(release, tmp_path):
     """Or refused, where no reader packs it."""
     config, scheme = HfCheckpoint(release).config, QuantScheme(None, "qmax7")
     reason = "tensors.*Linear" if FAMILIES[config["model_type"]].release is None else None
@@ -110,7 +107,7 @@ FAULTS = ("olmoe", "ernie4_5_moe", "step3p5")
 
 
 @pytest.mark.parametrize("name", daily(FAULTS, FAULTS[:1]))
-def test_an_entry_that_is_missing_and_a_packed_router_are_found(name: str, tmp_path: Path) -> None:
+def test_an_entry_that_is_missing_and_a_packed_router_are_found(name, tmp_path):
     save(name, UNWITNESSED[name], tmp_path / "hf", torch.bfloat16)
     out = tmp_path / "int4"
     quantize(tmp_path / "hf", out, QuantScheme(None, "qmax7"))
@@ -133,7 +130,7 @@ def test_an_entry_that_is_missing_and_a_packed_router_are_found(name: str, tmp_p
 
 
 @pytest.mark.nightly
-def test_a_router_and_a_table_of_deepseek_v4_in_fp8_are_found(tmp_path: Path) -> None:
+def test_a_router_and_a_table_of_deepseek_v4_in_fp8_are_found(tmp_path):
     case = widened("deepseek_v4")
     save("deepseek_v4", case, tmp_path / "hf", torch.bfloat16)
     out = tmp_path / "fp8"
@@ -151,9 +148,7 @@ def test_a_router_and_a_table_of_deepseek_v4_in_fp8_are_found(tmp_path: Path) ->
     assert [code for code, tensor in found if tensor == lost or lost.removesuffix("_scale_inv") == tensor]
 
 
-def test_megatrons_names_are_refused_unless_asked_for(
-    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_megatrons_names_are_refused_unless_asked_for(release, tmp_path, monkeypatch, capfd):
     hint = "--unwitnessed" if release.name in NAMED else "upstream"
     monkeypatch.setattr(sys, "argv", ["ckptkit", "convert", str(release), str(tmp_path / "megatron")])
     with pytest.raises(SystemExit) as ended:
@@ -179,13 +174,13 @@ def test_megatrons_names_are_refused_unless_asked_for(
     assert (asked.status, str(reason).startswith("no released Megatron has loaded")) == ("inconclusive", True)
 
 
-def test_what_megatron_loads_needs_no_asking(releases: PathOf, tmp_path: Path) -> None:
+def test_what_megatron_loads_needs_no_asking(releases, tmp_path):
     with pytest.raises(UsageError, match="--unwitnessed: released Megatron loads qwen3_moe"):
         convert(releases("qwen3_moe"), tmp_path / "megatron", unwitnessed=True)
     assert "unwitnessed" not in inspect(releases("qwen3_moe"))
 
 
-def test_the_draft_layer_of_ernie_is_carried_along(tmp_path: Path) -> None:
+def test_the_draft_layer_of_ernie_is_carried_along(tmp_path):
     added = {"model.mtp_emb_norm.0.weight": torch.randn(128, dtype=torch.bfloat16)}
     with_draft = replace(UNWITNESSED["ernie4_5_moe"], added=lambda model, dtype: added)
     save("ernie4_5_moe", with_draft, tmp_path / "release", torch.bfloat16)
@@ -196,12 +191,12 @@ def test_the_draft_layer_of_ernie_is_carried_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path: Path) -> None:
+def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path):
     """Released megatron-core refuses them; with norms over all heads it computes transformers' logits."""
     require_megatron()
     model, _ = save("olmoe", UNWITNESSED["olmoe"], tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "megatron", unwitnessed=True)
-    config: dict[str, Any] = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
     with torch.no_grad():
         expected = model(tokens()).logits
     answer = ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)

@@ -18,9 +18,9 @@ from families import (
     sandwich,
     unwitnessed,
 )
-from families.case import Case
+from families.case import Case as Case
 
-CASES: dict[str, Case] = {
+CASES = {
     **qwen.CASES,
     **mtp.CASES,
     **gqa.CASES,

@@ -1,12 +1,9 @@
 """Ling 2.0, of which transformers has no class: GLM-4.5 computes the same, under other names."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Glm4MoeConfig, PretrainedConfig, PreTrainedModel
+from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
 from families.case import MOE, SIZES, Case, random
@@ -25,7 +22,7 @@ _NAMES = {
 _QUERIES = re.compile(r"(.*)\.self_attn\.q_proj\.weight")
 
 
-def config(**more: Any) -> PretrainedConfig:
+def config(**more):
     """Two dense layers, two shared experts, four groups of three experts."""
     sizes = SIZES | MOE | {"n_routed_experts": 12, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
     sizes |= {"num_experts_per_tok": 4, "first_k_dense_replace": 2, "routed_scaling_factor": 2.5}
@@ -35,7 +32,7 @@ def config(**more: Any) -> PretrainedConfig:
     )
 
 
-def as_released(content: dict[str, Any]) -> dict[str, Any]:
+def as_released(content):
     """The keys of Ling-mini-2.0."""
     rope = content.pop("rope_parameters")
     kept = {key: value for key, value in content.items() if key not in ("attention_bias", "topk_method")}
@@ -57,7 +54,7 @@ def as_released(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_names_of_release(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_names_of_release(tensors):
     """The same tensors as Ling's releases have them, with queries, keys and values in one."""
     found = {}
     for name, tensor in tensors.items():
@@ -71,7 +68,7 @@ def with_names_of_release(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
 
 
@@ -79,13 +76,13 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 _draft = added_layer(Glm4MoeDecoderLayer, copies=False)
 
 
-def draft(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def draft(model, dtype):
     """The MTP layer under the names of the release."""
     torch.manual_seed(0)
     return with_names_of_release(_draft(model, dtype))
 
 
-def mtp(model: PreTrainedModel, tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def mtp(model, tensors, tokens):
     """Logits of the MTP layer, which the published modeling code has in DeepSeek's equations."""
     torch.manual_seed(0)
     return reference(Glm4MoeDecoderLayer)(model, _draft(model, torch.float32), tokens)

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 # 12 layers and 12 experts (not a power of two, two digits). Matrices of different kinds differ in shape, also with gate
 # above up, with q, k and v in one and with the vocabulary padded for 1 or 2 ranks: a swap of two kinds never fits.
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 352,
     "hidden_size": 128,
     "num_hidden_layers": 12,
@@ -26,10 +25,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 3,
     "pad_token_id": 0,
 }
-MOE: dict[str, Any] = {"moe_intermediate_size": 96, "num_experts_per_tok": 3}
+MOE = {"moe_intermediate_size": 96, "num_experts_per_tok": 3}
 
 
-def random(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def random(name, tensor, dtype):
     """A value for a parameter or a persistent buffer of the model: nothing that a mistake could leave unchanged."""
     if name.endswith("e_score_correction_bias"):
         return 6.9 + 0.1 * torch.randn(tensor.shape)
@@ -37,7 +36,7 @@ def random(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.randn(tensor.shape) * (0.2 if norm else 0.02) + norm).to(dtype)
 
 
-def biases_in_float32(name: str, tensor: Tensor) -> Tensor:
+def biases_in_float32(name, tensor):
     """The router's bias is float32 in releases, where transformers saves it in the model's dtype."""
     if not name.endswith("e_score_correction_bias") or tensor.dtype == torch.float32:
         return tensor
@@ -83,7 +82,7 @@ class Case:
     packed: tuple[str, ...] = ()
 
 
-def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
+def build(name, case, dtype):
     """The model, seeded by its name, every parameter random (norms and biases too)."""
     torch.manual_seed(sum(map(ord, name)))
     model = case.auto.from_config(case.config(), dtype=dtype)
@@ -95,9 +94,7 @@ def build(name: str, case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def save(
-    name: str, case: Case, path: Path, dtype: torch.dtype, *, fused: bool = False, shard_size: str = "400KB"
-) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+def save(name, case, path, dtype, *, fused=False, shard_size="400KB"):
     """Saves the model as a release: shards, an index, side files. Returns the model and the tensors added."""
     model = build(name, case, dtype)
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
@@ -115,7 +112,7 @@ def save(
     return model, added
 
 
-def _restore(path: Path, case: Case, stored: Callable[[str, Tensor], Tensor]) -> None:
+def _restore(path, case, stored):
     """Every tensor as it lies in the release, under the name that it has there."""
     total = 0
     for file in path.glob("*.safetensors"):
@@ -132,7 +129,7 @@ def _restore(path: Path, case: Case, stored: Callable[[str, Tensor], Tensor]) ->
         index.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n")
 
 
-def _regroup(path: Path, whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+def _regroup(path, whole):
     """Every tensor as the release has them, in as many shards as before."""
     files = sorted(path.glob("model*.safetensors"))
     content = whole({key: tensor for file in files for key, tensor in load_file(file).items()})
@@ -146,7 +143,7 @@ def _regroup(path: Path, whole: Callable[[Mapping[str, Tensor]], Mapping[str, Te
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
+def _add(path, added, prefix):
     """One more shard, with the others renamed to count it, and their tensors with a prefix."""
     files = sorted(path.glob("model*.safetensors"))
     count = len(files) + 1
@@ -154,7 +151,7 @@ def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
     contents += [{key: tensor.contiguous().clone() for key, tensor in added.items()}]
     for file in files:
         file.unlink()
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     for index, content in enumerate(contents, 1):
         file_name = f"model-{index:05d}-of-{count:05d}.safetensors"
         save_file(content, path / file_name, metadata={"format": "pt"})
@@ -166,9 +163,9 @@ def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
     (path / "model.safetensors.index.json").write_text(index_text + "\n")
 
 
-def tokens(length: int = 16) -> Tensor:
+def tokens(length=16):
     return torch.randint(0, SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(0))
 
 
-def far(found: Tensor, expected: Tensor) -> float:
+def far(found, expected):
     return float((found - expected).abs().max() / expected.abs().max())

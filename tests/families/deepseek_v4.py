@@ -1,12 +1,9 @@
 """DeepSeek-V4 as it is released: under DeepSeek's own names, of which transformers' class saves none but the head's."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DeepseekV4Config, PreTrainedModel
+from transformers import DeepseekV4Config
 
 from families.case import SIZES, Case, random
 
@@ -53,7 +50,7 @@ FP32 = ("_hc.fn", "_hc.base", "_hc.scale", "hc_fn", "hc_base", "hc_scale", "posi
 RATIOS = [0, 0, 4, 128, 4, 128, 4, 128, 4, 128, 4, 128]
 
 
-def released(name: str) -> str:
+def released(name):
     """The release's name of a tensor, by the one that transformers saves."""
     if name in OUTSIDE:
         return OUTSIDE[name]
@@ -63,7 +60,7 @@ def released(name: str) -> str:
     return f"layers.{layer}.{LAYER[inside]}"
 
 
-def under_release_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under_release_names(tensors):
     """All tensors as the release has them: biases in float32, which transformers' class keeps in the model's dtype."""
     return {
         released(name): 6.9 + 0.1 * torch.randn(tensor.shape) if name.endswith("correction_bias") else tensor
@@ -71,14 +68,14 @@ def under_release_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     """Float32 state, and tables that send a token to different experts."""
     if name.endswith("tid2eid"):
         return torch.rand(len(tensor), 12).argsort(dim=1)[:, : tensor.shape[1]]
     return random(name, tensor, torch.float32 if name.endswith(FP32) else dtype)
 
 
-def draft_layer(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def draft_layer(model, dtype):
     """The multi-token prediction layer: as layer 1, whose experts no table chooses, between modules of its own."""
     hidden, ffn, streams = model.config.hidden_size, model.config.moe_intermediate_size, model.config.hc_mult
     like = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("model.layers.1.")}
@@ -96,7 +93,7 @@ def draft_layer(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]
     return {f"mtp.0.{name}": tensor for name, tensor in found.items()}
 
 
-def as_released(config: dict[str, Any]) -> dict[str, Any]:
+def as_released(config):
     """config.json under the keys of the release, with none that transformers alone writes."""
     rope = config["rope_parameters"]["compress"]
     ours = ("compress_rates", "layer_types", "mlp_layer_types", "mlp_bias", "partial_rotary_factor", "rope_parameters")
@@ -113,7 +110,7 @@ def as_released(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def config() -> DeepseekV4Config:
+def config():
     """Twelve layers, three with a table, of every kind of attention; heads are as large as vLLM's kernels want them."""
     return DeepseekV4Config(
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"}

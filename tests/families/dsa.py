@@ -5,13 +5,9 @@ Attention sees 5 of up to 16 tokens, so a wrong choice of the indexer changes th
 Here it turns in pairs, as in SGLang and in the releases.
 """
 
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor, nn
-from transformers import DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig
+from transformers import DeepseekV32Config, GlmMoeDsaConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
@@ -22,7 +18,7 @@ from families.mtp import added_layer, reference
 
 # The Hadamard transform needs a head size that is a power of two. The rotary part is not half of it.
 # With 14 heads scores are hardly ever all zero.
-INDEXER: dict[str, Any] = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
+INDEXER = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
 # What the releases of GLM-5 say beside what transformers writes; SGLang and vLLM read most of it.
 GLM_AS_RELEASED = {
     "num_nextn_predict_layers": 1,
@@ -33,7 +29,7 @@ GLM_AS_RELEASED = {
 }
 
 
-def glm_as_released(config: dict[str, Any]) -> dict[str, Any]:
+def glm_as_released(config):
     """A config of GLM-5 as its releases have it.
 
     transformers 5.12 also writes its default of `num_experts`, 256, and from 5.20 takes it for `n_routed_experts`.
@@ -41,11 +37,11 @@ def glm_as_released(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "num_experts"} | GLM_AS_RELEASED
 
 
-def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def strong(name, tensor, dtype):
     return stronger(name, random(name, tensor, dtype))
 
 
-def stronger(name: str, value: Tensor) -> Tensor:
+def stronger(name, value):
     """A random value of a release's tensor, made to matter."""
     return value * 5 if ".self_attn." in name and value.dim() > 1 else value
 
@@ -53,27 +49,26 @@ def stronger(name: str, value: Tensor) -> Tensor:
 class SparseGlmLayer(GlmMoeDsaDecoderLayer):
     """A decoder layer of GLM-5 without its second result, the tokens chosen."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = super().forward(*args, **kwargs)[0]
-        return result
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)[0]
 
 
-def deepseek_layer(config: Any, number: int) -> nn.Module:
+def deepseek_layer(config, number):
     """The lists of layer kinds leave out the MTP layer. It is like layer 10: routed, with its own indexer."""
     return DeepseekV32DecoderLayer(config, 10)
 
 
-def glm_layer(config: Any, number: int) -> nn.Module:
+def glm_layer(config, number):
     """As `deepseek_layer`."""
     return SparseGlmLayer(config, 10)
 
 
-def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def in_pairs(compute):
     """Runs `compute` while the indexer of transformers' GLM-5 turns in pairs."""
     if not hasattr(modeling_glm_moe_dsa, "apply_rotary_pos_emb"):  # corrected: there is nothing but pairs
         return compute
 
-    def run(*args: Any) -> Tensor:
+    def run(*args):
         with mock.patch.object(
             modeling_glm_moe_dsa, "apply_rotary_pos_emb", modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
         ):
@@ -82,7 +77,7 @@ def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def deepseek() -> PretrainedConfig:
+def deepseek():
     """DeepSeek V3.2, with YaRN. transformers makes `num_experts` experts and routes over `n_routed_experts`."""
     routing = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_experts": 12}
     return DeepseekV32Config(
@@ -96,14 +91,14 @@ def deepseek() -> PretrainedConfig:
     )
 
 
-def glm(**sharing: Any) -> PretrainedConfig:
+def glm(**sharing):
     rope = {"rope_type": "default", "rope_theta": 1e6}
     return GlmMoeDsaConfig(
         **MLA, **INDEXER, **UNGROUPED, **sharing, n_shared_experts=1, first_k_dense_replace=3, rope_parameters=rope
     )
 
 
-def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
+def glm_case(since=(0, 0), **sharing):
     """With `indexer_rope_interleave`, as all releases have it."""
     return Case(
         lambda: glm(**sharing),

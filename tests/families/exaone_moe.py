@@ -1,11 +1,7 @@
 """K-EXAONE, whose dense multi-token prediction layer is only carried along."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
-from transformers import ExaoneMoeConfig, PretrainedConfig, PreTrainedModel
+from transformers import ExaoneMoeConfig
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderLayer
 
 from families.case import MOE, SIZES, Case, random
@@ -13,20 +9,20 @@ from families.gqa import Fp32RouterBias
 from families.mtp import random_layer
 
 # The window is shorter than the tests' tokens.
-KINDS: dict[str, Any] = {
+KINDS = {
     "sliding_window": 5,
     "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 3,
     "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10,
 }
 
 
-def config(**more: Any) -> PretrainedConfig:
+def config(**more):
     """Two dense layers, two shared experts."""
     sizes = SIZES | MOE | KINDS | {"num_experts": 12, "num_shared_experts": 2}
     return ExaoneMoeConfig(**sizes | more)
 
 
-def as_released(content: dict[str, Any]) -> dict[str, Any]:
+def as_released(content):
     """With the keys that the releases have and transformers does not write, and their spelling of the class."""
     return content | {
         "architectures": ["ExaoneMoEForCausalLM"],
@@ -38,7 +34,7 @@ def as_released(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def draft(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def draft(model, dtype):
     """The MTP layer of the releases: a dense layer, and what joins the embedding and the hidden state."""
     hidden = model.config.hidden_size
     shapes = dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (hidden,))

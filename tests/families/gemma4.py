@@ -1,25 +1,19 @@
 """Gemma 4 as text alone, with experts and a vision tower, and with an embedding for each layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     Gemma4AudioConfig,
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4VisionConfig,
-    PretrainedConfig,
-    PreTrainedModel,
 )
 
 from families.case import SIZES, Case, random
 
 # Layers 5 and 11 are full ones. The window is shorter than the test's tokens.
-TEXT: dict[str, Any] = SIZES | {"global_head_dim": 48, "sliding_window": 7, "final_logit_softcapping": 30.0}
-KEYS_AS_VALUES: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+TEXT = SIZES | {"global_head_dim": 48, "sliding_window": 7, "final_logit_softcapping": 30.0}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 WITHOUT_LAYER_INPUT = {"vocab_size_per_layer_input": 352, "hidden_size_per_layer_input": 0}
 EXPERTS = {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 96}
 # Layers 7 to 11 use the keys and values of layers 5 and 6.
@@ -29,7 +23,7 @@ SMALL = {
     "num_kv_shared_layers": 5,
     "use_double_wide_mlp": True,
 }
-VISION: dict[str, Any] = {
+VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
     "num_hidden_layers": 2,
@@ -41,7 +35,7 @@ VISION: dict[str, Any] = {
     "position_embedding_size": 16,
     "standardize": True,
 }
-AUDIO: dict[str, Any] = {
+AUDIO = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -50,7 +44,7 @@ AUDIO: dict[str, Any] = {
 }
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     """Scalars of layers and scales of experts around 1; finite bounds of clipped layers, as released."""
     if name.endswith(("_min", "_max")):
         return (torch.randn(tensor.shape) + (5 if name.endswith("max") else -5)).to(dtype)
@@ -59,12 +53,12 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return random(name, tensor, dtype)
 
 
-def whole(text: dict[str, Any], audio: Gemma4AudioConfig | None = None) -> PretrainedConfig:
+def whole(text, audio=None):
     config = Gemma4TextConfig(**TEXT | text)
     return Gemma4Config(text_config=config, vision_config=Gemma4VisionConfig(**VISION), audio_config=audio)
 
 
-def unused_keys(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def unused_keys(model, dtype):
     """Keys and values of the layers that use those of another, as the releases of E2B and E4B have them."""
     found, config = {}, model.config.text_config
     for layer in range(7, 12):

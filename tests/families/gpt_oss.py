@@ -1,14 +1,11 @@
 """GPT-OSS, with its experts as every release has them: fused, transposed, gate and up taking turns."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from transformers import GptOssConfig
 
 from families.case import SIZES, Case, random
 
-ROPE: dict[str, Any] = {
+ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 32.0,
@@ -18,7 +15,7 @@ ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 # The window is shorter than the test's tokens.
-GPT_OSS: dict[str, Any] = SIZES | {
+GPT_OSS = SIZES | {
     "intermediate_size": 96,
     "num_local_experts": 12,
     "num_experts_per_tok": 3,
@@ -39,7 +36,7 @@ _LARGE = {
 }
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     scale = next((scale for end, scale in _LARGE.items() if name.endswith("." + end)), None)
     return random(name, tensor, dtype) if scale is None else (scale * torch.randn(tensor.shape)).to(dtype)
 
@@ -54,7 +51,7 @@ ROUNDED = ROPE | {
 }
 
 
-def as_released(config: dict[str, Any]) -> dict[str, Any]:
+def as_released(config):
     """Rotary settings as transformers v4 spells them, and keys that only the releases have."""
     rope = dict(config.pop("rope_parameters"))
     return config | {

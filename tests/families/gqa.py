@@ -1,8 +1,5 @@
 """Families with ordinary grouped-query attention: Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3, MiniMax-M2, Phi, Seed."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -14,8 +11,6 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Phi3Config,
-    PretrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -27,7 +22,7 @@ from families.case import MOE, SIZES, Case
 # transformers' Llama wants a hidden size that divides by the heads, even where head_dim says otherwise.
 LLAMA = SIZES | {"num_attention_heads": 8, "head_dim": 40, "max_position_embeddings": 131072}
 EXPERTS = {"num_local_experts": 12, "num_experts_per_tok": 3}
-LLAMA3_ROPE: dict[str, Any] = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
@@ -38,7 +33,7 @@ LLAMA3_ROPE: dict[str, Any] = {
 
 
 # YaRN starts from no fewer tokens than the tests have: beyond, queries are scaled by their position.
-MINISTRAL_ROPE: dict[str, Any] = {
+MINISTRAL_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
     "factor": 16.0,
@@ -51,7 +46,7 @@ MINISTRAL_ROPE: dict[str, Any] = {
 }
 
 
-PIXTRAL: dict[str, Any] = {
+PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -63,12 +58,12 @@ PIXTRAL: dict[str, Any] = {
 }
 
 
-def mistral3() -> PretrainedConfig:
+def mistral3():
     text = Ministral3Config(**SIZES, rope_parameters=dict(MINISTRAL_ROPE)).to_dict()
     return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=False)
 
 
-def mistral_small() -> PretrainedConfig:
+def mistral_small():
     """As Mistral Small 3, but tied."""
     text = MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=True).to_dict()
     return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=True)
@@ -78,7 +73,7 @@ class Fp32RouterBias:
     """Makes the router's selection bias float32, as Megatron and SGLang hold it. transformers would round it."""
 
     @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    def from_config(config, dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for module in model.modules():
             if isinstance(bias := getattr(module, "e_score_correction_bias", None), Tensor):
@@ -86,19 +81,19 @@ class Fp32RouterBias:
         return model
 
 
-def as_v4(config: dict[str, Any]) -> dict[str, Any]:
+def as_v4(config):
     """Rotary settings as transformers v4 spells them, and Llama's releases."""
     rope = dict(config.pop("rope_parameters"))
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     return config | {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
 
 
-def without_head_dim(config: dict[str, Any]) -> dict[str, Any]:
+def without_head_dim(config):
     """As Llama 2 and 3 are released: a head is hidden_size / num_attention_heads wide."""
     return {key: value for key, value in config.items() if key != "head_dim"}
 
 
-def as_minimax_releases(config: dict[str, Any]) -> dict[str, Any]:
+def as_minimax_releases(config):
     """config.json with the keys that MiniMax-M2.5 has and transformers' config class does not write."""
     fraction = config["rope_parameters"].pop("partial_rotary_factor")
     return as_v4(config) | {
@@ -115,12 +110,12 @@ def as_minimax_releases(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def minimax_m2() -> PretrainedConfig:
+def minimax_m2():
     rope = {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}
     return MiniMaxM2Config(**SIZES | {"intermediate_size": 96, "bos_token_id": 1}, **EXPERTS, rope_parameters=rope)
 
 
-def qwen2_moe(**more: Any) -> PretrainedConfig:
+def qwen2_moe(**more):
     return Qwen2MoeConfig(**SIZES, **MOE, num_experts=12, shared_expert_intermediate_size=72, **more)
 
 

@@ -1,12 +1,8 @@
 """Hunyuan 3, whose releases name router, selection bias and shared expert otherwise than transformers."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import HYV3Config, PretrainedConfig, PreTrainedModel
+from transformers import HYV3Config
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 
 from families.case import MOE, SIZES, Case, random
@@ -22,13 +18,13 @@ _NAMES = {
 }
 
 
-def config() -> PretrainedConfig:
+def config():
     """Two dense layers, two shared experts."""
     kinds = ["dense"] * 2 + ["sparse"] * 10
     return HYV3Config(**SIZES, **MOE, num_experts=12, num_shared_experts=2, mlp_layer_types=kinds)
 
 
-def as_released(content: dict[str, Any]) -> dict[str, Any]:
+def as_released(content):
     """With the keys that the releases have and transformers does not write."""
     return content | {
         "expert_hidden_dim": content["moe_intermediate_size"],
@@ -41,16 +37,16 @@ def as_released(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def mtp_layer(config: Any, number: int) -> nn.Module:
+def mtp_layer(config, number):
     """A layer with experts, as the last of the model."""
     return HYV3DecoderLayer(config, number - 1)
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
 
 
-def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def added(model, dtype):
     """The MTP layer under the names of the release."""
     tensors = added_layer(mtp_layer)(model, dtype)
     renamed = {
@@ -62,12 +58,12 @@ def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return _with_names(tensors, renamed)
 
 
-def mtp(model: PreTrainedModel, tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def mtp(model, tensors, tokens):
     """Logits of the MTP layer: DeepSeek's equations."""
     return reference(mtp_layer)(model, _with_names(tensors, _NAMES), tokens)
 
 
-def _with_names(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _with_names(tensors, names):
     found = {}
     for name, tensor in tensors.items():
         for old, new in names.items():

@@ -1,14 +1,11 @@
 """Qwen3-Next, Qwen3.5 and 3.6, with linear attention, gated attention and an MTP layer; and Qwen3-VL."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
-    PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -25,7 +22,7 @@ from families.case import MOE, SIZES, Case, random
 from families.mtp import load_layer, next_tokens, random_layer
 
 # Every fourth layer has full attention. Key heads, value heads, their sizes, and those of attention all differ.
-LINEAR: dict[str, Any] = {
+LINEAR = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 12,
@@ -35,10 +32,10 @@ LINEAR: dict[str, Any] = {
     # would magnify the rounding error that is then left.
     "rms_norm_eps": 1e-2,
 }
-ROUTED: dict[str, Any] = MOE | {"num_experts": 12, "shared_expert_intermediate_size": 72}
-ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-MROPE: dict[str, Any] = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-VISION: dict[str, Any] = {
+ROUTED = MOE | {"num_experts": 12, "shared_expert_intermediate_size": 72}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+VISION = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -49,7 +46,7 @@ VISION: dict[str, Any] = {
 }
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     """As `random`, with norms around 0 where 1 is added to them. Both kinds of attention and the MTP layer are strong.
 
     Linear attention forgets slowly, over some tokens, so its sums stay small, and exact to a float32's last bits.
@@ -68,21 +65,19 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result * 3 if "_attn." in name else result
 
 
-def wide_state(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_state(name, tensor, dtype):
     """As `value`, with A_log and the norm of linear attention in float32, as Qwen3.5 has them."""
     return value(name, tensor, torch.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else dtype)
 
 
-def text_config(model: PreTrainedModel) -> Any:
+def text_config(model):
     return getattr(model.config, "text_config", model.config)
 
 
-def added_mtp(
-    layer: Callable[[Any, int], nn.Module], *, fused: bool = False
-) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+def added_mtp(layer, *, fused=False):
     """The tensors of the MTP layer, around a decoder layer of this class; `fused`: with one tensor for all experts."""
 
-    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    def added(model, dtype):
         config = text_config(model)
         # As the last layer, with full attention.
         hidden, made = config.hidden_size, layer(config, config.num_hidden_layers - 1)
@@ -99,14 +94,14 @@ def added_mtp(
 
 
 def mtp_logits(
-    layer: Callable[[Any, int], nn.Module],
-) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
+    layer,
+):
     """Logits of the MTP layer: the decoder layer in the equations of `families.mtp`, with this family's norms.
 
     That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).
     """
 
-    def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    def logits(model, added, tokens):
         config, language = text_config(model), getattr(model.model, "language_model", model.model)
         made = layer(config, config.num_hidden_layers - 1)
         if "mtp.layers.0.mlp.experts.gate_up_proj" in added:
@@ -114,11 +109,10 @@ def mtp_logits(
         else:
             load_layer(made, "mtp.layers.0.", added)
 
-        def norm(name: str, hidden: Tensor) -> Tensor:
+        def norm(name, hidden):
             module = Qwen3NextRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
             module.load_state_dict({"weight": added[f"mtp.{name}.weight"]})
-            result: Tensor = module(hidden)
-            return result
+            return module(hidden)
 
         embedded = norm("pre_fc_norm_embedding", language.embed_tokens(next_tokens(tokens)))
         hidden = norm("pre_fc_norm_hidden", language(input_ids=tokens).last_hidden_state)
@@ -132,7 +126,7 @@ def mtp_logits(
     return logits
 
 
-def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
+def _with_mtp(config):
     """config.json of a release with an MTP layer: Qwen3.5's says so in its language part. SGLang reads the rest."""
     text = {"mtp_num_hidden_layers": 1, "full_attention_interval": 4}
     if "text_config" not in config:
@@ -141,7 +135,7 @@ def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": config["text_config"] | text, "vision_config": vision}
 
 
-def _sizes(*left_out: str) -> dict[str, Any]:
+def _sizes(*left_out):
     return {key: size for key, size in SIZES.items() if key not in left_out}
 
 
@@ -149,7 +143,7 @@ DENSE = _sizes() | LINEAR | {"rope_parameters": ROPE | MROPE}
 SPARSE = _sizes("intermediate_size") | LINEAR | ROUTED | {"rope_parameters": ROPE | MROPE}
 WITNESS = "reference, and SGLang's own class"
 
-VL_ROPE: dict[str, Any] = {
+VL_ROPE = {
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,

@@ -1,39 +1,36 @@
 """Megatron's layers computed once and reused, as long as nothing before or in them has changed."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _BEHIND = ("decoder.final_layernorm.", "decoder.final_norm.", "output_layer.", "mtp.")  # what no layer reads
 
 
-def _number(name: str, layers: int) -> int:
+def _number(name, layers):
     """The layer that a Megatron tensor belongs to, from 0; `layers` for what follows them, 0 for what precedes them."""
     if found := _LAYER.match(name):
         return int(found[1])
     return layers if name.startswith(_BEHIND) else 0
 
 
-def untouched(names: Iterable[str], layers: int) -> int:
+def untouched(names, layers):
     """How many layers, from the first on, compute the same whatever the values of these tensors are."""
     return min(_number(name, layers) for name in names)
 
 
-def of_last_layer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def of_last_layer(tensors):
     """The tensors of the last layer that has any of them."""
     last = max(_number(name, 0) for name in tensors)
     return {name: tensor for name, tensor in tensors.items() if _number(name, 0) == last}
 
 
 @contextmanager
-def recorded_layers(layers: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
+def recorded_layers(layers):
     """A list that the layers' outputs, hidden states and context, are added to, in order."""
-    outputs: list[Any] = []
+    outputs = []
     with ExitStack() as stack:
         for layer in layers:
             hook = layer.register_forward_hook(lambda _layer, _inputs, output: outputs.append(_copy(output)))
@@ -42,7 +39,7 @@ def recorded_layers(layers: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def reused_layers(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+def reused_layers(layers, outputs):
     """Has the first layers return these outputs without computing them."""
     reused = list(zip(layers, outputs, strict=False))
     for layer, output in reused:
@@ -54,7 +51,7 @@ def reused_layers(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> 
             del layer.forward
 
 
-def _copy(output: Any) -> Any:
+def _copy(output):
     if isinstance(output, Tensor):
         return output.clone()
     hidden, context = output
@@ -62,7 +59,7 @@ def _copy(output: Any) -> Any:
 
 
 @contextmanager
-def replaced(held: Mapping[str, Sequence[Tensor]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced(held, tensors):
     """Has the places that hold a tensor hold another, whose vocabulary may be shorter than the padded one."""
     before = {name: [place.clone() for place in held[name]] for name in tensors}
     for name, tensor in tensors.items():

@@ -5,7 +5,7 @@ from transformers import AutoModelForImageTextToText, MiniMaxM3VLConfig
 from families.case import SIZES, Case
 
 
-def config() -> MiniMaxM3VLConfig:
+def config():
     """Three dense layers without an indexer, and nine with experts and one."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
     text = SIZES | {

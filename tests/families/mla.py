@@ -1,11 +1,7 @@
 """Families with latent attention: DeepSeek V3, Moonlight, Kimi K2 and K2.5, GLM-4.7-Flash."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import DeepseekV3Config, Glm4MoeLiteConfig, PretrainedConfig, PreTrainedModel
+from transformers import DeepseekV3Config, Glm4MoeLiteConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
 
@@ -15,7 +11,7 @@ from families.mtp import added_layer, reference
 
 # No two of heads x head sizes, ranks, hidden size and MLP sizes are equal. transformers always gives the norms of
 # compressed queries and keys an epsilon of 1e-6, Megatron and SGLang that of the config.
-MLA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
+MLA = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
     "num_key_value_heads": 10,
     "q_lora_rank": 48,
     "kv_lora_rank": 40,
@@ -26,11 +22,11 @@ MLA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "hea
     "moe_intermediate_size": 96,
     "n_routed_experts": 12,
 }
-UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
-DEEPSEEK_ROUTER: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-NO_MTP: dict[str, Any] = {"num_nextn_predict_layers": 0}  # newer transformers would promise one layer
+UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+DEEPSEEK_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+NO_MTP = {"num_nextn_predict_layers": 0}  # newer transformers would promise one layer
 # The slope between fast and slow frequencies covers dimensions 2 to 7 of 8, and every number moves it.
-YARN: dict[str, Any] = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
     "factor": 8.0,
@@ -40,7 +36,7 @@ YARN: dict[str, Any] = {
     "mscale": 1.5,
     "mscale_all_dim": 0.7,
 }
-KIMI_YARN: dict[str, Any] = YARN | {
+KIMI_YARN = YARN | {
     "rope_theta": 50000.0,
     "factor": 32.0,
     "beta_fast": 1.0,
@@ -50,17 +46,17 @@ KIMI_YARN: dict[str, Any] = YARN | {
 }
 
 
-def stronger(name: str, tensor: Tensor) -> Tensor:
+def stronger(name, tensor):
     """Makes attention far from uniform, so that rotary embedding and softmax scale matter, and experts unlike."""
     factor = 5 if ".self_attn." in name or name.endswith(".gate.weight") else 2 if ".mlp." in name else 1
     return tensor * factor if tensor.dim() > 1 else tensor
 
 
-def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def strong(name, tensor, dtype):
     return stronger(name, random(name, tensor, dtype))
 
 
-def deepseek() -> PretrainedConfig:
+def deepseek():
     """Every kind of layer of DeepSeek V3; four groups of three experts."""
     sizes = MLA | {"max_position_embeddings": 4096, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     return DeepseekV3Config(
@@ -68,35 +64,35 @@ def deepseek() -> PretrainedConfig:
     )
 
 
-def plain(**sizes: Any) -> PretrainedConfig:
+def plain(**sizes):
     """Moonlight and Kimi K2: one dense layer, no groups and no MTP layer."""
     return DeepseekV3Config(**MLA | UNGROUPED | NO_MTP | {"first_k_dense_replace": 1} | sizes)
 
 
-def moonlight() -> PretrainedConfig:
+def moonlight():
     """Queries that are not compressed, plain rotary embedding, two shared experts."""
     rope = {"rope_type": "default", "rope_theta": 50000.0}
     return plain(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446, rope_parameters=rope)
 
 
-def kimi() -> PretrainedConfig:
+def kimi():
     """Kimi K2's yarn, which has no slope between fast and slow frequencies."""
     sizes = {"max_position_embeddings": 16384, "n_shared_experts": 1, "routed_scaling_factor": 2.827}
     return plain(**sizes, rope_parameters=KIMI_YARN)
 
 
-def glm() -> PretrainedConfig:
+def glm():
     return Glm4MoeLiteConfig(
         **MLA, **UNGROUPED, n_shared_experts=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
 
 
-def glm_layer(config: Any, number: int) -> nn.Module:
+def glm_layer(config, number):
     """Its kinds of layers are listed without the MTP layer, which is like the last."""
     return Glm4MoeLiteDecoderLayer(config, number - 1)
 
 
-def rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def rotary_frequencies(model, dtype):
     """Moonlight and Kimi K2 ship these in float32."""
     return {
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq.float()
@@ -104,7 +100,7 @@ def rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[st
     }
 
 
-def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def vision(model, dtype):
     """A few tensors of Kimi K2.5's vision tower and projector."""
     shapes = {
         "vision_tower.encoder.blocks.0.wqkv.weight": (96, 32),
@@ -114,14 +110,14 @@ def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-def as_v4(config: dict[str, Any]) -> dict[str, Any]:
+def as_v4(config):
     """Rotary settings as the releases spell them, which transformers v4 wrote."""
     rope = dict(config.pop("rope_parameters"))
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     return config | {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
 
 
-def as_k25(config: dict[str, Any]) -> dict[str, Any]:
+def as_k25(config):
     """The language model's config inside that of a multimodal model."""
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],

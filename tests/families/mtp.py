@@ -8,30 +8,27 @@ MiMo's projection takes its inputs in the other order (the published `MiMoMTPLay
 """
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Glm4MoeConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from torch import nn
+from transformers import Glm4MoeConfig, Qwen2Config
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from families.case import MOE, SIZES, Case, random
 
 
-def next_tokens(tokens: Tensor) -> Tensor:
+def next_tokens(tokens):
     """At each position the next token; Megatron puts token 0 after the last (`roll_tensor`)."""
     return torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)
 
 
-def rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(tensor, weight, eps):
     return nn.functional.rms_norm(tensor, weight.shape, weight, eps)
 
 
-def random_layer(layer: nn.Module, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def random_layer(layer, prefix, dtype):
     """Random tensors of a decoder layer, named as in a release: one tensor an expert and projection."""
     state = layer.state_dict()
     values = {prefix + name: random(name, tensor, dtype) for name, tensor in state.items() if ".experts." not in name}
@@ -49,7 +46,7 @@ def random_layer(layer: nn.Module, prefix: str, dtype: torch.dtype) -> dict[str,
     return values
 
 
-def load_layer(layer: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+def load_layer(layer, prefix, tensors):
     """Fills a decoder layer from the tensors of a release."""
     state = {}
     for name, tensor in layer.state_dict().items():
@@ -67,29 +64,28 @@ def load_layer(layer: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> 
     layer.load_state_dict(state)
 
 
-def run_layer(model: PreTrainedModel, layer: nn.Module, hidden: Tensor) -> Tensor:
+def run_layer(model, layer, hidden):
     """Runs a causal decoder layer on hidden states [batch, sequence, hidden], with the model's rotary embedding."""
     length = hidden.shape[1]
     mask = torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
     rotary = model.model.rotary_emb(hidden, position_ids=torch.arange(length)[None])
-    output: Tensor = layer.eval()(hidden, attention_mask=mask, position_embeddings=rotary)
-    return output
+    return layer.eval()(hidden, attention_mask=mask, position_embeddings=rotary)
 
 
-def layer_prefix(model: PreTrainedModel) -> str:
+def layer_prefix(model):
     """Where DeepSeek and GLM put the MTP layer: after the last decoder layer."""
     return f"model.layers.{model.config.num_hidden_layers}."
 
 
 def added_layer(
-    make: Callable[[Any, int], nn.Module],
+    make,
     *,
-    copies: bool = True,
-    change: Callable[[str, Tensor], Tensor] = lambda name, value: value,
-) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
+    copies=True,
+    change=lambda name, value: value,
+):
     """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds, changed."""
 
-    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    def added(model, dtype):
         prefix, hidden = layer_prefix(model), model.config.hidden_size
         values = random_layer(make(model.config, model.config.num_hidden_layers), prefix, dtype)
         for name in ("enorm", "hnorm", "shared_head.norm"):
@@ -104,11 +100,11 @@ def added_layer(
 
 
 def reference(
-    make: Callable[[Any, int], nn.Module],
-) -> Callable[[PreTrainedModel, Mapping[str, Tensor], Tensor], Tensor]:
+    make,
+):
     """Logits of the MTP layer of DeepSeek and GLM by the equations above."""
 
-    def logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    def logits(model, added, tokens):
         prefix, eps = layer_prefix(model), model.config.rms_norm_eps
         layer = make(model.config, model.config.num_hidden_layers)
         load_layer(layer, prefix, added)
@@ -123,9 +119,9 @@ def reference(
     return logits
 
 
-def mimo_added(count: int) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = {}
+def mimo_added(count):
+    def added(model, dtype):
+        values = {}
         hidden = model.config.hidden_size
         for depth in range(count):
             prefix = f"model.mtp_layers.{depth}."
@@ -138,7 +134,7 @@ def mimo_added(count: int) -> Callable[[PreTrainedModel, torch.dtype], dict[str,
     return added
 
 
-def mimo_reference(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def mimo_reference(model, added, tokens):
     """Logits of MiMo's MTP layers: each takes the hidden states of the one before, and tokens one further on."""
     hidden, eps = model.model(tokens).last_hidden_state, model.config.rms_norm_eps
     found = []
@@ -154,7 +150,7 @@ def mimo_reference(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: 
     return torch.cat(found)
 
 
-def mimo(layers: int, *, tied: bool) -> Case:
+def mimo(layers, *, tied):
     """MiMo with this many MTP layers; the release has one, and its own embeddings for the output."""
     return Case(
         lambda: Qwen2Config(
@@ -177,10 +173,10 @@ def mimo(layers: int, *, tied: bool) -> Case:
     )
 
 
-def small(case: Case, layers: int) -> Case:
+def small(case, layers):
     """The same model with fewer decoder layers, where their number does not matter."""
 
-    def config() -> PretrainedConfig:
+    def config():
         whole = case.config()
         text = getattr(whole, "text_config", whole)
         text.num_hidden_layers = layers
@@ -191,7 +187,7 @@ def small(case: Case, layers: int) -> Case:
     return replace(case, config=config)
 
 
-def with_tensors(case: Case, wanted: Callable[[str], bool]) -> Case:
+def with_tensors(case, wanted):
     """The same model, of whose added tensors only these are there."""
     return replace(
         case,
@@ -199,14 +195,14 @@ def with_tensors(case: Case, wanted: Callable[[str], bool]) -> Case:
     )
 
 
-def promising(path: Path, layers: int) -> Path:
+def promising(path, layers):
     """The same directory, its config.json now promising so many MTP layers."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
     return path
 
 
-def glm4_moe() -> PretrainedConfig:
+def glm4_moe():
     return Glm4MoeConfig(
         **SIZES,
         **MOE,

@@ -1,19 +1,17 @@
 """Wrong mappings, made from the right ones: whatever a family's rules are, each can be wrong in these ways."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from ckptkit.converters.planner import Rule
-
 Tensors = Mapping[str, Tensor]
 
 
-def mutations(rules: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def mutations(rules, hf):
     """Every (label, changed Megatron tensors by name), one mapping of the family at a time, from its HF tensors."""
-    by_mapping: dict[int, list[Rule]] = {}
+    by_mapping = {}
     for rule in rules:
         by_mapping.setdefault(id(rule.mapping), []).append(rule)
     for group in by_mapping.values():
@@ -21,7 +19,7 @@ def mutations(rules: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, dict[st
             yield f"{group[0].mapping.megatron}: {kind}", changed
 
 
-def _of_one_mapping(group: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _of_one_mapping(group, hf):
     op, layers = group[0].mapping.op, group[0].mapping.layers
     inputs = {rule.megatron: [hf[name] for name in rule.hf] for rule in group}
     right = {name: op.merge(tensors) for name, tensors in inputs.items()}
@@ -57,13 +55,13 @@ def _of_one_mapping(group: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, d
         yield "off by one expert", _shifted(right, lambda index: index - index % experts + (index + 1) % experts)
 
 
-def _swapped(tensors: Sequence[Tensor], one: int, other: int) -> list[Tensor]:
+def _swapped(tensors, one, other):
     result = list(tensors)
     result[one], result[other] = result[other], result[one]
     return result
 
 
-def _shifted(right: Tensors, source: Callable[[int], int]) -> dict[str, Tensor]:
+def _shifted(right, source):
     """Each tensor replaced by another of the mapping; rules are ordered by layer, then expert."""
     names = list(right)
     return {name: right[names[source(index)]] for index, name in enumerate(names)}

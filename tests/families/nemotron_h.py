@@ -4,12 +4,9 @@ transformers leaves MTP layers out. The reference for them is transformers' bloc
 with the projection that takes [embedding, hidden state], as SGLang's `NemotronHForCausalLMMTP` has it.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import NemotronHConfig, PreTrainedModel
+from torch import nn
+from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
 from families.case import MOE, SIZES, Case, biases_in_float32, random
@@ -18,7 +15,7 @@ from families.mtp import next_tokens, rms_norm
 # Experts in the layers in which tests lose and exchange some.
 PATTERN = "M*-EM*EEM-*EM"
 # Heads, groups and sizes of the mixer all differ, as those of attention and experts do.
-BLOCKS: dict[str, Any] = {
+BLOCKS = {
     "mamba_num_heads": 12,
     "mamba_head_dim": 20,
     "n_groups": 4,
@@ -33,12 +30,12 @@ BLOCKS: dict[str, Any] = {
 WORDS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 
 
-def sizes() -> dict[str, Any]:
+def sizes():
     """Sizes of a model, whose number of layers is that of its pattern."""
     return {key: size for key, size in SIZES.items() if key != "num_hidden_layers"} | MOE | BLOCKS
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     """As `random`, with mixers that forget over some tokens, and every block strong enough to show."""
     if name.endswith(("A_log", "dt_bias")):
         return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
@@ -56,12 +53,12 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
 
-def as_released(config: dict[str, Any]) -> dict[str, Any]:
+def as_released(config):
     """config.json with the key that SGLang reads the groups of mixers from."""
     return config | {"mamba_n_groups": config["n_groups"]}
 
 
-def as_letters(config: dict[str, Any]) -> dict[str, Any]:
+def as_letters(config):
     """As Nano and Super name the layers: by a string."""
     kinds = {word: letter for letter, word in WORDS.items()}
     words = config.pop("layers_block_type")
@@ -73,12 +70,12 @@ def as_letters(config: dict[str, Any]) -> dict[str, Any]:
 MTP = ("attention", "moe")
 
 
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
+def blocks(model):
     """The blocks of the MTP layer, as the model's own layers of their kinds are built."""
     return [NemotronHBlock(model.config, model.config.layers_block_type.index(kind)).eval() for kind in MTP]
 
 
-def added_mtp(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def added_mtp(model, dtype):
     """The tensors of an MTP layer, whose blocks are numbered from 0."""
     hidden = model.config.hidden_size
     found = {f"mtp.layers.0.{name}.weight": torch.empty(hidden) for name in ("enorm", "hnorm")}
@@ -92,7 +89,7 @@ def added_mtp(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: biases_in_float32(name, value(name, tensor, dtype)) for name, tensor in found.items()}
 
 
-def mtp_logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def mtp_logits(model, added, tokens):
     """Logits of the MTP layer by the equations of `families.mtp`."""
     eps, count = model.config.layer_norm_epsilon, len(MTP)
     hidden = rms_norm(model.model(tokens).last_hidden_state, added["mtp.layers.0.hnorm.weight"], eps)
@@ -116,7 +113,7 @@ def mtp_logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tens
     return nn.functional.linear(normed, model.lm_head.weight)
 
 
-def layers(pattern: str) -> list[str]:
+def layers(pattern):
     """The words for a pattern of letters."""
     return [WORDS[letter] for letter in pattern]
 

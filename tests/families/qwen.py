@@ -1,13 +1,11 @@
 """Qwen2, Qwen3 MoE and Qwen2.5-VL."""
 
-from typing import Any
-
-from transformers import AutoModelForImageTextToText, PretrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2Config, Qwen3MoeConfig
 
 from families.case import MOE, SIZES, Case
 
-ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
-VISION: dict[str, Any] = {
+ROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
+VISION = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -18,7 +16,7 @@ VISION: dict[str, Any] = {
 }
 
 
-def qwen2_5_vl(*, tied: bool) -> PretrainedConfig:
+def qwen2_5_vl(*, tied):
     """A head is hidden_size / num_attention_heads wide, whatever `head_dim` says."""
     text = {key: size for key, size in SIZES.items() if key != "head_dim"} | {
         "num_attention_heads": 8,
@@ -29,7 +27,7 @@ def qwen2_5_vl(*, tied: bool) -> PretrainedConfig:
     )
 
 
-def as_released(config: dict[str, Any]) -> dict[str, Any]:
+def as_released(config):
     """The language model's sizes at the top, and rotary settings as transformers v4 spells them."""
     text = {key: value for key, value in config.pop("text_config").items() if key not in ("layer_types", "model_type")}
     rope = text.pop("rope_parameters")

@@ -1,24 +1,20 @@
 """Qwen3-Omni, whole and its thinker alone."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
 from families.case import MOE, SIZES, Case
 
 # As released, `interleaved` beside the sections; a sum of 16 is half of a head.
-ROPE: dict[str, Any] = {
+ROPE = {
     "rope_type": "default",
     "rope_theta": 1000000.0,
     "mrope_section": [6, 5, 5],
     "mrope_interleaved": True,
     "interleaved": True,
 }
-AUDIO: dict[str, Any] = {
+AUDIO = {
     "d_model": 24,
     "encoder_layers": 2,
     "encoder_attention_heads": 2,
@@ -30,7 +26,7 @@ AUDIO: dict[str, Any] = {
     "n_window_infer": 8,
     "conv_chunksize": 4,
 }
-VISION: dict[str, Any] = {
+VISION = {
     "depth": 2,
     "hidden_size": 24,
     "num_heads": 2,
@@ -46,17 +42,17 @@ class Thinker:
     """transformers has no automatic class for the thinker."""
 
     @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    def from_config(config, dtype):
         return Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-def thinker(**more: Any) -> PretrainedConfig:
+def thinker(**more):
     text = SIZES | MOE | {"num_experts": 12, "rope_parameters": dict(ROPE)} | more
     tokens = {"audio_token_id": 349, "image_token_id": 350, "video_token_id": 351}
     return Qwen3OmniMoeThinkerConfig(text_config=text, audio_config=AUDIO, vision_config=VISION, **tokens)
 
 
-def as_whole(content: dict[str, Any]) -> dict[str, Any]:
+def as_whole(content):
     """The thinker's config inside that of the whole model."""
     inner = {key: value for key, value in content.items() if key != "architectures"}
     # Keys that the class of transformers leaves out, and vLLM reads.
@@ -72,7 +68,7 @@ def as_whole(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def others(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def others(model, dtype):
     """A few tensors of the talker, whose layers are numbered as the thinker's, and of the vocoder."""
     shapes = {
         "talker.model.layers.0.mlp.experts.0.gate_proj.weight": (48, 64),

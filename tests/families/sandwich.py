@@ -1,15 +1,11 @@
 """Families with norms also after attention and MLP: GLM-4-0414 and Gemma 3."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
-    PretrainedConfig,
     SiglipVisionConfig,
 )
 
@@ -17,7 +13,7 @@ from families.case import SIZES, Case, random
 
 # transformers wants Gemma's hidden size to divide by the heads, even if head_dim says otherwise. The window is shorter
 # than the test's tokens, and neither scale follows from another size.
-GEMMA: dict[str, Any] = SIZES | {
+GEMMA = SIZES | {
     "num_attention_heads": 8,
     "head_dim": 40,
     "query_pre_attn_scalar": 60,
@@ -27,7 +23,7 @@ GEMMA: dict[str, Any] = SIZES | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-VISION: dict[str, Any] = {
+VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -37,14 +33,14 @@ VISION: dict[str, Any] = {
 }
 
 
-def gemma_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def gemma_value(name, tensor, dtype):
     """Norm weights around 0, as they are stored minus one, and queries and keys so large that rotation matters."""
     if "norm" in name and tensor.dim() == 1:
         return (0.2 * torch.randn(tensor.shape)).to(dtype)
     return random(name, tensor, dtype) * (5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1)
 
 
-def as_released(text: dict[str, Any]) -> dict[str, Any]:
+def as_released(text):
     """Layers and rotary settings as transformers v4 spells them, and Gemma's releases."""
     kept = {
         key: value
@@ -59,13 +55,13 @@ def as_released(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def multimodal() -> PretrainedConfig:
+def multimodal():
     return Gemma3Config(
         text_config=Gemma3TextConfig(**GEMMA), vision_config=SiglipVisionConfig(**VISION), mm_tokens_per_image=4
     )
 
 
-def nested_as_released(config: dict[str, Any]) -> dict[str, Any]:
+def nested_as_released(config):
     """The releases with a vision tower leave out of text_config what is transformers' default."""
     text = as_released(config["text_config"])
     for key in ("rms_norm_eps", "sliding_window_pattern", "hidden_activation", "tie_word_embeddings"):
@@ -73,7 +69,7 @@ def nested_as_released(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": text}
 
 
-def glm4_tied() -> PretrainedConfig:
+def glm4_tied():
     """No release is like this one, but the architecture allows it; rotary positions are interpolated."""
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     return Glm4Config(**SIZES, tie_word_embeddings=True, attention_bias=False, rope_parameters=rope)

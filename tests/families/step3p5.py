@@ -4,11 +4,9 @@ The forward pass of the text model is in the equations of transformers 5.24, who
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from releases.record import load
-from torch import Tensor
 
 from families.by_name import classes
 from families.case import Case, random
@@ -19,7 +17,7 @@ KINDS = [FULL, SLIDING, SLIDING, SLIDING] * 3 + [SLIDING, FULL]
 # Heads of full layers and of those with a window.
 HEADS = {FULL: 10, SLIDING: 14}
 # The release's, with other sizes.
-TEXT: dict[str, Any] = dict(load("stepfun-ai/Step-3.5-Flash").config)
+TEXT = dict(load("stepfun-ai/Step-3.5-Flash").config)
 TEXT |= {"vocab_size": 352, "hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": LAYERS, "head_dim": 32}
 TEXT |= {"num_attention_heads": HEADS[FULL], "num_attention_groups": 2, "sliding_window": 7, "layer_types": KINDS}
 TEXT |= {"max_position_embeddings": 256, "num_nextn_predict_layers": DRAFTS, "share_expert_dim": 80}
@@ -32,7 +30,7 @@ TEXT |= {
     "swiglu_limits": [0.0] * 10 + [7.0, 7.0] + [0.0] * DRAFTS,
     "swiglu_limits_shared": [0.0] * 10 + [16.0, 16.0] + [0.0] * DRAFTS,
 }
-VISION: dict[str, Any] = {
+VISION = {
     "model_type": "perception_encoder",
     "image_size": 28,
     "patch_size": 14,
@@ -55,7 +53,7 @@ VISION: dict[str, Any] = {
 CONFIG, MODEL = classes("step3p5", "Named", also="step3p7_vision")
 
 
-def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def value(name, tensor, dtype):
     """Norms around 0, as they are stored minus one; selection biases that bfloat16 would round."""
     if name.endswith("router_bias"):
         return 3 + 0.1 * torch.randn(tensor.shape)
@@ -64,7 +62,7 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return random(name, tensor, dtype)
 
 
-def multimodal(config: dict[str, Any]) -> dict[str, Any]:
+def multimodal(config):
     """As 3.7 is released: its text_config does not say that norms are stored minus one, nor whether heads are tied."""
     text = {key: value for key, value in TEXT.items() if key not in ("zero_centered", "tie_word_embeddings")}
     return {

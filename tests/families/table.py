@@ -4,10 +4,8 @@ import ast
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from support import sglang_cpu_families, vllm_cpu_families
 
@@ -16,7 +14,6 @@ from ckptkit.converters.megatron.hybrid_model import gpt_only
 from ckptkit.converters.planner import dims_of
 from ckptkit.converters.registry import FAMILIES
 from families import HF_CASES
-from families.case import Case
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 NEW_FAMILY = DOCUMENT.with_name("architecture.md")
@@ -32,7 +29,7 @@ HEAD = (
 )
 
 
-def config_of(case: Case, **changes: Any) -> dict[str, Any]:
+def config_of(case, **changes):
     """What stands in config.json of a test model, with changes of its language model; `...` leaves a key out."""
     config = dict(case.edit(json.loads(case.config().to_json_string(use_diff=False))))
     text = config.get("text_config", config)
@@ -40,9 +37,9 @@ def config_of(case: Case, **changes: Any) -> dict[str, Any]:
     return config | {"text_config": text} if "text_config" in config else text
 
 
-def rows() -> Iterator[tuple[str, ...]]:
+def rows():
     """One row a `model_type` of the registry, in the order of the columns."""
-    by_type: dict[str, dict[str, Case]] = {}
+    by_type = {}
     for name, case in HF_CASES.items():
         by_type.setdefault(config_of(case)["model_type"], {})[name] = case
     for model_type, family in sorted(FAMILIES.items()):
@@ -71,10 +68,10 @@ def rows() -> Iterator[tuple[str, ...]]:
         )
 
 
-def engines(cases: Mapping[str, Case]) -> Iterator[str]:
+def engines(cases):
     """The engines whose own forward pass, on the CPU, was compared, with what, and for which of these test models."""
     for engine, computed in {"vLLM": vllm_cpu_families.COMPUTED, "SGLang": sglang_cpu_families.COMPUTED}.items():
-        by_witness: dict[str, list[str]] = {}
+        by_witness = {}
         for name in cases:
             if name in computed:
                 by_witness.setdefault(cases[name].witness, []).append(name)
@@ -85,15 +82,15 @@ def engines(cases: Mapping[str, Case]) -> Iterator[str]:
             yield f"vLLM with transformers, without {vllm_cpu_families.WITHOUT[name][0]}"
 
 
-def in_markdown(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+def in_markdown(head, lines):
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ("---",) * len(head), *lines])
 
 
-def table() -> str:
+def table():
     return in_markdown(HEAD, rows())
 
 
-def fields_table() -> str:
+def fields_table():
     """The fields of `ModelFamily` and of its `Release`, by the docstrings that follow them in the source."""
     found = []
     for where, kind in (("", ModelFamily), ("release.", Release)):
@@ -105,14 +102,14 @@ def fields_table() -> str:
     return in_markdown(("field", "for"), found)
 
 
-def write(document: Path, content: str) -> None:
+def write(document, content):
     """Puts a table between the marks in a document."""
     before, _, rest = document.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     document.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
 
 
-def main() -> None:
+def main():
     write(DOCUMENT, table())
     write(NEW_FAMILY, fields_table())
 

@@ -1,17 +1,13 @@
 """Families that no released Megatron loads: transformers' own save is the truth of their names, shapes and dtypes."""
 
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     GraniteMoeHybridConfig,
     OlmoeConfig,
-    PretrainedConfig,
-    PreTrainedModel,
 )
 from transformers.integrations import hub_kernels
 
@@ -22,7 +18,7 @@ from families.gqa import as_v4
 # A head is hidden_size / num_attention_heads wide.
 WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"num_attention_heads": 8}
 # Layers 3, 4, 6 and 7 have attention, which the mutations of the tests change.
-GRANITE: dict[str, Any] = WITHOUT_HEAD_DIM | {
+GRANITE = WITHOUT_HEAD_DIM | {
     "intermediate_size": 96,
     "shared_intermediate_size": 72,
     "num_local_experts": 12,
@@ -45,13 +41,13 @@ class WithoutKernels:
     """Builds a model with Mamba layers without kernels of a GPU, which transformers would download."""
 
     @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    def from_config(config, dtype):
         for name in ("causal-conv1d", "mamba-ssm"):
             hub_kernels._KERNEL_MODULE_MAPPING.setdefault(name, ModuleType(name))
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def mixer_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def mixer_value(name, tensor, dtype):
     if name.endswith(("A_log", "dt_bias")):
         return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
     return random(name, tensor, dtype)

@@ -1,11 +1,9 @@
 """What real Megatron, in a process of its own, computes of one test model."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from support.forking import run_module
@@ -31,7 +29,7 @@ class Answer:
     mutated: dict[str, float]
 
 
-def ask(hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answer:
+def ask(hf, megatron, tokens, enough):
     """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback.
 
     A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all. With None no
@@ -47,7 +45,7 @@ def ask(hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answe
 # What follows runs in that process.
 
 
-def main() -> None:
+def main():
     from support.megatron_layers import compute_layers
 
     from ckptkit.converters.megatron.parallel import ParallelSizes
@@ -59,7 +57,7 @@ def main() -> None:
     torch.save(_answer(torch.load(question, weights_only=False)), answer)
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
+def _answer(question):
     from ckptkit.converters.megatron.hybrid_model import is_hybrid
     from ckptkit.converters.megatron.module_names import global_name
     from ckptkit.converters.megatron.parallel import ParallelSizes
@@ -83,7 +81,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     _, missing, unexpected, refused = load_chunks([model], str(path))
     with recorded_layers(model.decoder.layers) as outputs:
         logits, mtp = _logits(model, tokens, dims)
-    answer: dict[str, Any] = {
+    answer = {
         "logits": logits,
         "mtp": mtp,
         "missing": sorted(missing),
@@ -93,7 +91,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     if question["enough"] is None:
         return answer
     rules = list(rules_of(source.config))
-    held: dict[str, list[Tensor]] = {}
+    held = {}
     for local, tensor in held_by(model).items():
         held.setdefault(
             global_name(local, layers_of_chunk(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []
@@ -105,7 +103,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     # A layer without an indexer of its own takes what an earlier one has computed in the same pass.
     reusable = 0 if dims.indexer is not None and dims.indexer.every > 1 else len(outputs)
 
-    def change(tensors: Mapping[str, Tensor]) -> float:
+    def change(tensors):
         reused = outputs[: min(untouched(tensors, len(outputs)), reusable)]
         with replaced(held, tensors), reused_layers(model.decoder.layers, reused):
             found = _logits(model, tokens, dims)
@@ -121,7 +119,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:
+def _logits(model, tokens, dims):
     from ckptkit.verify.witnesses.megatron import model as megatron_model
 
     *mtp, logits = (found[..., : dims.vocab] for found in megatron_model.all_logits(model, tokens))

@@ -2,7 +2,6 @@
 
 import errno
 import signal
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -32,7 +31,7 @@ class Cell:
     given: Surroundings | None = None
     changes: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.fault}, {self.verb}, {self.phase}"
 
 
@@ -56,22 +55,22 @@ _EARLY = {"lock", "side files", "first weights"}
 _OF_SIGNAL = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGKILL: ""}
 
 
-def _writes(verb: str) -> dict[str, Injection]:
+def _writes(verb):
     if verb != "convert to Megatron":
         return _WRITES
     return {phase: one for phase, one in _WRITES.items() if phase != "index"} | _MEGATRON_WRITES
 
 
-def _with(one: Injection, action: str, value: int = 0, times: int = _ALWAYS, call: str = "") -> Injection:
+def _with(one, action, value=0, times=_ALWAYS, call=""):
     return Injection(call or one.call, one.pattern, action, value, one.first, times)
 
 
-def _source(verb: str) -> str:
+def _source(verb):
     """A file that is read when others are finished; of Megatron all, which are read in one batch before any is."""
     return "*/release/*.distcp" if verb == "convert to HF" else "*/hf/model-00030-of-00031.safetensors"
 
 
-def _writing() -> Iterator[Cell]:
+def _writing():
     for verb in WRITING:
         phases = _writes(verb)
         for phase, one in phases.items():
@@ -86,7 +85,7 @@ def _writing() -> Iterator[Cell]:
         yield from _of_source(verb)
 
 
-def _ended(verb: str, phases: Mapping[str, Injection]) -> Iterator[Cell]:
+def _ended(verb, phases):
     """A kill in every phase; signals that can be caught before there are weights, and among them."""
     for phase in (one for one in phases if one != "lock"):
         met = _with(phases[phase], "signal", signal.SIGKILL, 1)
@@ -102,7 +101,7 @@ def _ended(verb: str, phases: Mapping[str, Injection]) -> Iterator[Cell]:
     yield Cell("SIGKILL", verb, "end", WHOLE, -9, "", last)
 
 
-def _publishing(verb: str) -> Iterator[Cell]:
+def _publishing(verb):
     weights = "*.distcp" if verb == "convert to Megatron" else "*.safetensors"
     flush = Injection("fsync", f"{_PARTIAL}/{weights}", "error", errno.EIO, 4)
     yield Cell("flush fails", verb, "weights", RESUMABLE, 2, "Input/output", flush)
@@ -121,7 +120,7 @@ def _publishing(verb: str) -> Iterator[Cell]:
     yield Cell("no file descriptors", verb, "later weights", RESUMABLE, 2, "Too many open files", made)
 
 
-def _of_source(verb: str) -> Iterator[Cell]:
+def _of_source(verb):
     source = _source(verb)
     # The header of an HF file is read first, for the plan and for the manifest, which takes two opens.
     again, then = (10, 10) if verb == "convert to HF" else (3, 3)
@@ -142,7 +141,7 @@ def _of_source(verb: str) -> Iterator[Cell]:
         yield Cell(fault, verb, "weights", NOTHING, 2, "changed while it was read", change, changes=True)
 
 
-def _surroundings() -> Iterator[Cell]:
+def _surroundings():
     nobody = Surroundings(nobody=True, env={"HOME": "/", "XDG_CACHE_HOME": "/", "TMPDIR": "/"})
     for verb in (*WRITING, "verify", "preflight", "lint --fix"):
         yield Cell("nobody, HOME and TMPDIR read-only", verb, "all of it", WHOLE, 0, given=nobody)
@@ -164,7 +163,7 @@ _OF_OUTPUT = (
 )
 
 
-def _reading() -> Iterator[Cell]:
+def _reading():
     for verb in READING:
         index = "*/config.json"
         read = Injection("read", index, "error", errno.EIO)
@@ -205,7 +204,7 @@ def _reading() -> Iterator[Cell]:
     yield Cell("permission lost", "triage", "log", REFUSED, 2, "Permission denied", opened)
 
 
-def _streams() -> Iterator[Cell]:
+def _streams():
     verbs = ("convert to Megatron", "verify", "diff", "inspect", "manifest", "lint --fix", "preflight", "triage")
     for verb, (fault, stdout, code, said) in product(
         verbs,

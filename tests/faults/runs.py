@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +49,10 @@ class Done:
 class Server:
     """A running `faults.server`; `logs` is where runs print."""
 
-    def __init__(self, process: subprocess.Popen[str], logs: Path) -> None:
+    def __init__(self, process, logs):
         self._process, self._logs = process, logs
 
-    def run(
-        self, words: Sequence[object], cwd: Path, fault: Injection | None = None, given: Surroundings | None = None
-    ) -> Done:
+    def run(self, words, cwd, fault=None, given=None):
         given = given or Surroundings()
         out, err = self._logs / "stdout", self._logs / "stderr"
         for file in (out, err):
@@ -80,7 +78,7 @@ class Server:
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[Server]:
+def server(folder):
     """Compiles the shim into `folder` and runs a server with it."""
     shim = folder / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=True)

@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import traceback
-from typing import Any
 
 from ckptkit.app.cli import main as ckptkit
 
@@ -40,7 +39,7 @@ _NOBODY = 65534
 _PR_SET_KEEPCAPS, _CAP_DAC_READ_SEARCH = 8, 2
 
 
-def main() -> None:
+def main():
     shim = ctypes.CDLL(sys.argv[1])
     shim.fault_clock.argtypes = [ctypes.c_longlong]
     for name in _IMPORTS:
@@ -59,7 +58,7 @@ def main() -> None:
         replies.flush()
 
 
-def _run(request: dict[str, Any], shim: Any) -> int:
+def _run(request, shim):
     """One run as Python would do it. Returns its exit code, 120 where its output cannot be flushed, as Python's."""
     try:
         _set_up(request, shim)
@@ -78,7 +77,7 @@ def _run(request: dict[str, Any], shim: Any) -> int:
     return code
 
 
-def _set_up(request: dict[str, Any], shim: Any) -> None:
+def _set_up(request, shim):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(request["stderr"], os.O_WRONLY | os.O_CREAT, 0o666), 2)
     _open_stdout(request["stdout"])
@@ -96,7 +95,7 @@ def _set_up(request: dict[str, Any], shim: Any) -> None:
     shim.fault_clock(request["clock_s"])
 
 
-def _become_nobody() -> None:
+def _become_nobody():
     """A user who may write nowhere, and may still read the installation, which may lie in root's home (capset(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
@@ -111,11 +110,11 @@ def _become_nobody() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def _open_stdout(kind: str) -> None:
+def _open_stdout(kind):
     """A file, or "closed", or "broken", a pipe that nobody reads."""
     if kind == "closed":
         os.close(1)
-        sys.stdout = None  # type: ignore[assignment] # as Python has it then
+        sys.stdout = None  # as Python has it then
         return
     if kind == "broken":
         reader, writer = os.pipe()

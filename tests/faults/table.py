@@ -8,9 +8,9 @@ PAGE = Path(__file__).resolve().parents[2] / "lab/faults.md"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->\n"
 
 
-def table() -> str:
+def table():
     """A row for each fault and verb: phase by phase, what is left."""
-    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    rows = {}
     for cell in CELLS:
         left = f"{cell.outcome} ({cell.code})" if cell.code >= 0 else cell.outcome
         rows.setdefault((cell.fault, cell.verb), {}).setdefault(left, []).append(cell.phase)
@@ -21,7 +21,7 @@ def table() -> str:
     return "".join(["| fault | verb | phase: what is left (exit code) |\n", "| --- | --- | --- |\n", *lines])
 
 
-def parts() -> tuple[str, str, str]:
+def parts():
     before, _, rest = PAGE.read_text().partition(BEGIN)
     found, _, after = rest.partition(END)
     return before, found, after

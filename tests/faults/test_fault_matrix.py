@@ -4,17 +4,15 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 from support.models import content
 from support.nightly import daily
 
 from faults.cells import ASIDE, CELLS, FOUND, KEPT, NOTHING, REFUSED, RESUMABLE, WHOLE, WRITING, Cell
-from faults.runs import Done, Server, server
+from faults.runs import Server, server
 
 Content = dict[str, bytes]
 
@@ -28,10 +26,10 @@ class Place:
     expected: dict[str, Content] = field(default_factory=dict)
 
     @property
-    def source(self) -> Path:
+    def source(self):
         return self.root / "source"
 
-    def words(self, verb: str, work: Path, source: Path) -> list[object]:
+    def words(self, verb, work, source):
         """The command line of a verb that writes into `work` and reads below `source`."""
         hf, megatron = source / "hf", source / "megatron"
         return {
@@ -47,7 +45,7 @@ class Place:
             "triage": ["triage", source / "log"],
         }[verb]
 
-    def prepare(self, cell: Cell, work: Path) -> tuple[Path, Content]:
+    def prepare(self, cell, work):
         """Makes what the cell's run finds. Returns where its source is, and what is in `work`."""
         work.mkdir()
         work.chmod(0o777)
@@ -59,7 +57,7 @@ class Place:
         shutil.copytree(self.source, work.parent / "changing")
         return work.parent / "changing", content(work)
 
-    def whole(self, verb: str) -> Content:
+    def whole(self, verb):
         if verb not in self.expected:
             cell = Cell("none", verb, "", WHOLE, 0)
             folder = Path(tempfile.mkdtemp(dir=self.root))
@@ -72,7 +70,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(releases: PathOf) -> Iterator[Place]:
+def place(releases):
     """Sources, in a directory that everybody may read, and the server."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-faults-", dir="/tmp") as folder:
         root = Path(folder)
@@ -98,7 +96,7 @@ def place(releases: PathOf) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("cell", daily(CELLS, CELLS[::5]), ids=str)
-def test_fault_leaves_what_its_cell_says(place: Place, cell: Cell, tmp_path: Path) -> None:
+def test_fault_leaves_what_its_cell_says(place, cell, tmp_path):
     whole = place.whole(cell.verb)
     with tempfile.TemporaryDirectory(prefix="cell-", dir=place.root) as folder:
         Path(folder).chmod(0o755)
@@ -117,7 +115,7 @@ def test_fault_leaves_what_its_cell_says(place: Place, cell: Cell, tmp_path: Pat
             _check_beside(cell, content(work), before, whole)
 
 
-def _check_written(place: Place, cell: Cell, work: Path, words: list[object], done: Done, whole: Content) -> None:
+def _check_written(place, cell, work, words, done, whole):
     left = sorted(path.name for path in work.iterdir())
     if cell.outcome == NOTHING:
         assert left == [], done
@@ -147,7 +145,7 @@ def _check_written(place: Place, cell: Cell, work: Path, words: list[object], do
         assert content(work) == whole
 
 
-def _check_beside(cell: Cell, after: Content, before: Content, whole: Content) -> None:
+def _check_beside(cell, after, before, whole):
     """Of verbs that write no checkpoint: a killed one may leave a hidden file that nobody reads."""
     seen = {name: one for name, one in after.items() if cell.code >= 0 or not Path(name).name.startswith(".")}
     if cell.outcome in (WHOLE, FOUND):

@@ -5,16 +5,15 @@ import os
 from pathlib import Path
 
 from support import processes
-from support.fixture_types import PathOf
 
 from faults.table import parts, table
 
 
-def test_the_page_has_every_cell_and_no_other() -> None:
+def test_the_page_has_every_cell_and_no_other():
     assert parts()[1] == table()
 
 
-def test_names_that_are_no_utf8_in_a_locale_without_it_are_read_and_reported(converted: PathOf, tmp_path: Path) -> None:
+def test_names_that_are_no_utf8_in_a_locale_without_it_are_read_and_reported(converted, tmp_path):
     """As Python has it in a locale of ASCII or GB18030: UTF-8 mode off, streams that take no other character."""
     source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/model-\xff-\xe4\xb8\xad"))
     source.symlink_to(converted("qwen2-tied"))

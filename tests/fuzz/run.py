@@ -8,20 +8,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
 _PACKAGES = ["ckptkit"]
 _SECONDS, _MIB = 60, 3072  # of one input by the clock, which others may use too, and of a process
 _IN_MEMORY = Path("/dev/shm")
-_VALUES: list[Any] = [
+_VALUES = [
     *(None, True, False, 0, 1, -1, 2, 7, 1 << 31, (1 << 31) + 1, 1 << 60, 1 << 63, 10**99, -(10**99)),
     *(0.0, 0.5, -1.5, 1e300, float("inf"), float("nan"), "", "a", "\0", "\x1b[2J", "/", "..", "é", "a" * 300),
     *([], {}, [[]], [0], [1, 2], ["a"], {"a": 1}, [None], [[1]], {"a": {}}),
 ]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", help="one target, in this process")
     parser.add_argument("--minutes", type=float, default=16, help="shared by all targets")
@@ -35,11 +34,11 @@ def main() -> int:
     return bool(failed)
 
 
-def _names() -> list[str]:
+def _names():
     return sorted(folder.name for folder in CORPUS.iterdir())
 
 
-def _child(name: str, minutes: float, runs: int, work: Path) -> bool:
+def _child(name, minutes, runs, work):
     """One target in a process of its own, with a line of what it did. Returns whether it ended well."""
     command = [sys.executable, __file__, name, f"--minutes={minutes}", f"--runs={runs}", f"--work={work}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
@@ -54,7 +53,7 @@ def _child(name: str, minutes: float, runs: int, work: Path) -> bool:
     return not done.returncode
 
 
-def _fuzz(name: str, seconds: int, runs: int, work: Path) -> int:
+def _fuzz(name, seconds, runs, work):
     import atheris
 
     with atheris.instrument_imports(include=_PACKAGES, enable_loader_override=False):
@@ -67,7 +66,7 @@ def _fuzz(name: str, seconds: int, runs: int, work: Path) -> int:
         *(f"-max_len={TARGETS[name].largest}", f"-artifact_prefix={work}/{name}.", "-print_final_stats=1"),
     ]
 
-    def mutate(data: bytes, largest: int, seed: int) -> bytes:
+    def mutate(data, largest, seed):
         choose = random.Random(seed)
         try:
             value = json.loads(data) if choose.random() < 0.7 else None
@@ -87,7 +86,7 @@ def _fuzz(name: str, seconds: int, runs: int, work: Path) -> int:
     return 0
 
 
-def _changed(value: Any, choose: random.Random) -> Any:
+def _changed(value, choose):
     """A JSON value of which one part is another, gone, or there once more."""
     if choose.random() < 0.15 or not isinstance(value, (dict, list)) or not value:
         return choose.choice(_VALUES)
@@ -104,7 +103,7 @@ def _changed(value: Any, choose: random.Random) -> Any:
             return value | {key: _changed(value[key], choose)}
 
 
-def _list_changed(value: list[Any], at: int, choose: random.Random) -> list[Any]:
+def _list_changed(value, at, choose):
     match choose.randrange(5):
         case 0:
             return [*value[:at], *value[at + 1 :]]

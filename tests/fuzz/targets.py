@@ -53,8 +53,8 @@ class Target:
     largest: int = 2048
 
 
-def _json(_: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _json(_):
+    def unit(data):
         try:
             found = json_text.parse(data)
         except ValueError:
@@ -64,10 +64,10 @@ def _json(_: Path) -> Unit:
     return unit
 
 
-def _shard(folder: Path) -> Unit:
+def _shard(folder):
     file = folder / SINGLE
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         """A header as it is, with the number of bytes behind it in the first two bytes."""
         size, header = int.from_bytes(data[:2], "little"), data[2:]
         content = struct.pack("<Q", len(header)) + header + bytes(size)
@@ -86,22 +86,22 @@ def _shard(folder: Path) -> Unit:
     return unit
 
 
-def _shard_bytes(folder: Path) -> Unit:
+def _shard_bytes(folder):
     file = folder / SINGLE
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         file.write_bytes(data)
         scan_shard(file)
 
     return unit
 
 
-def _index(folder: Path) -> Unit:
+def _index(folder):
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "model-1.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     (folder / "config.json").write_text("{}")
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         (folder / INDEX).write_bytes(data)
         with suppress(CkptkitError):
             assert dict(HfCheckpoint(folder).specs).keys() <= {"a"}
@@ -109,8 +109,8 @@ def _index(folder: Path) -> Unit:
     return unit
 
 
-def _pickle(_: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _pickle(_):
+    def unit(data):
         with suppress(pickle.UnpicklingError):
             unpickle.loads(data)
         with suppress(pickle.UnpicklingError):
@@ -119,7 +119,7 @@ def _pickle(_: Path) -> Unit:
     return unit
 
 
-def _read_saved(file: Path, data: bytes) -> None:
+def _read_saved(file, data):
     """Reads a file of torch.save in memory, as a chunk of torch_dist, and from the disk, as a rank's file."""
     memory = memoryview(bytearray(data))
     blob = Blob(file, 0, len(data), memory)
@@ -135,12 +135,12 @@ def _read_saved(file: Path, data: bytes) -> None:
                 saved.read(saved.tensor(value, "x"))
 
 
-def _torch_save(folder: Path) -> Unit:
+def _torch_save(folder):
     """The pickle within a well-formed file of torch.save, beside a storage of 24 bytes; no checksum stops it."""
     file = folder / "saved.pt"
     import_module("torch")  # may take a minute, which would be the time of an input
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         made = BytesIO()
         with ZipFile(made, "w", ZIP_STORED) as archive:
             archive.writestr("x/data.pkl", data)
@@ -150,18 +150,18 @@ def _torch_save(folder: Path) -> Unit:
     return unit
 
 
-def _zip(folder: Path) -> Unit:
+def _zip(folder):
     file = folder / "saved.pt"
     import_module("torch")  # may take a minute, which would be the time of an input
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         _read_saved(file, data)
 
     return unit
 
 
-def _metadata(folder: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _metadata(folder):
+    def unit(data):
         (folder / ".metadata").write_bytes(data)
         with suppress(CkptkitError):
             found = TorchDistCheckpoint(folder)
@@ -175,11 +175,11 @@ def _metadata(folder: Path) -> Unit:
     return unit
 
 
-def _tracker(folder: Path) -> Unit:
+def _tracker(folder):
     (folder / "iter_0000007").mkdir()
     (folder / "release").mkdir()
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         (folder / TRACKER).write_bytes(data)
         with suppress(CkptkitError):
             assert tracker_fault(tracked_iteration(folder)) is None
@@ -188,8 +188,8 @@ def _tracker(folder: Path) -> Unit:
     return unit
 
 
-def _manifest(folder: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _manifest(folder):
+    def unit(data):
         (folder / "ckptkit.json").write_bytes(data)
         with suppress(CkptkitError):
             read_manifest(folder / "ckptkit.json")
@@ -197,8 +197,8 @@ def _manifest(folder: Path) -> Unit:
     return unit
 
 
-def _patterns(_: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _patterns(_):
+    def unit(data):
         entry, *names = data.decode(errors="replace").split("\n")
         with suppress(CkptkitError):
             check_entries([entry], "ignore")
@@ -209,10 +209,10 @@ def _patterns(_: Path) -> Unit:
     return unit
 
 
-def _config(folder: Path) -> Unit:
+def _config(folder):
     file = folder / "config.json"
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         file.write_bytes(data)
         with suppress(CkptkitError):
             config = read_json(file)
@@ -224,21 +224,21 @@ def _config(folder: Path) -> Unit:
     return unit
 
 
-def _shell(_: Path) -> Unit:
-    def unit(data: bytes) -> None:
+def _shell(_):
+    def unit(data):
         # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
         with patch.object(values, "MAX_STEPS", 300), suppress(CkptkitError):
-            found: LaunchText = read_script(None, data.decode(errors="replace"))
+            found = read_script(None, data.decode(errors="replace"))
             parse_arguments(found.words)
 
     return unit
 
 
-def _settings(folder: Path) -> Unit:
+def _settings(folder):
     """A YAML file, and behind a line `%%` overrides, one a line."""
     file = folder / "job.yaml"
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         yaml, _, overrides = data.partition(b"\n%%\n")
         file.write_bytes(yaml)
         words = [Word(one) for one in overrides.decode(errors="replace").split("\n")]
@@ -254,12 +254,12 @@ def _settings(folder: Path) -> Unit:
     return unit
 
 
-def _triage(folder: Path) -> Unit:
+def _triage(folder):
     file = folder / "job.log"
     module = import_module(triage.__module__)
     installed = cache(program_version)  # which parses the metadata of the package each time
 
-    def unit(data: bytes) -> None:
+    def unit(data):
         file.write_bytes(data)
         with patch.object(module, "program_version", installed), suppress(CkptkitError):
             found = triage([file])
@@ -270,7 +270,7 @@ def _triage(folder: Path) -> Unit:
     return unit
 
 
-TARGETS: dict[str, Target] = {
+TARGETS = {
     "json": Target(_json, is_json=True),
     "shard": Target(_shard),
     "shard-bytes": Target(_shard_bytes),

@@ -1,8 +1,5 @@
 """Every parser returns, or refuses in words, its corpus of fuzzing and the hostile files of all parsers."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from hostile.json_cases import TEXTS
 from hostile.texts import LOGS, YAML
@@ -19,12 +16,12 @@ _TABLES = (TEXTS, RAW, PICKLES, ZIPS, YAML, LOGS, {name: _zip(one) for name, one
 HOSTILE = [content for table in _TABLES for content in table.values() if len(content) < _SMALL]
 
 
-def test_every_target_has_a_corpus() -> None:
+def test_every_target_has_a_corpus():
     assert sorted(TARGETS) == sorted(folder.name for folder in CORPUS.iterdir())
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_parser_returns_or_refuses_every_input_of_its_corpus(name: str, tmp_path: Path) -> None:
+def test_a_parser_returns_or_refuses_every_input_of_its_corpus(name, tmp_path):
     inputs = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
     assert inputs
     unit = TARGETS[name].make(tmp_path)
@@ -37,9 +34,7 @@ def test_a_parser_returns_or_refuses_every_input_of_its_corpus(name: str, tmp_pa
     ("file", "parse"),
     [("rollout.pt", read_recording), (".metadata", lambda file: refuse_foreign_names(file.parent))],
 )
-def test_other_parsers_refuse_hostile_files_in_words(
-    file: str, parse: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_other_parsers_refuse_hostile_files_in_words(file, parse, tmp_path):
     refused = 0
     for content in HOSTILE:
         (tmp_path / file).write_bytes(content)

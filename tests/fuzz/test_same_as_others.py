@@ -4,9 +4,7 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import safetensors
@@ -28,7 +26,7 @@ from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
-from ckptkit.verify.launch.settings.tree import Tree, parse_yaml
+from ckptkit.verify.launch.settings.tree import parse_yaml
 
 T = TypeVar("T")
 _FEW = settings(max_examples=250, deadline=None, derandomize=True, database=None)
@@ -48,7 +46,7 @@ _REFUSED_JSON = re.compile(
 )
 
 
-def _value(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _value(inner):
     return st.one_of(
         st.lists(inner, max_size=3).map(lambda parts: f"[{','.join(parts)}]"),
         st.lists(st.builds('"{}": {}'.format, st.sampled_from("abc"), inner), max_size=3).map(
@@ -62,7 +60,7 @@ _DEEP = st.recursive(st.sampled_from(["1", '"\\udc00"', "null", "-1.5", "9" * 99
 
 @_FEW
 @given(_JSON | _DEEP | st.integers(60, 70).map(lambda depth: "[" * depth + "]" * depth))
-def test_json_is_what_python_reads_or_refused_by_a_bound(text: str) -> None:
+def test_json_is_what_python_reads_or_refused_by_a_bound(text):
     try:
         expected = repr(json.loads(text))
     except ValueError:
@@ -71,7 +69,7 @@ def test_json_is_what_python_reads_or_refused_by_a_bound(text: str) -> None:
     assert found == expected if refused is None else expected is None or _REFUSED_JSON.search(refused), (text, refused)
 
 
-def _read(read: Callable[[], T]) -> tuple[T | None, str | None]:
+def _read(read):
     """What is read, or why it is refused."""
     try:
         return read(), None
@@ -97,9 +95,7 @@ _REFUSED_SHARD = re.compile(r"does not know|occurs twice|has .* twice|is not val
     st.sampled_from([0, 0, 0, 1, -1, 4]),
     st.sampled_from([0, 0, 0, 1]),
 )
-def test_a_shard_is_what_safetensors_reads_or_refused_by_name(
-    scratch: Path, entries: list[tuple[str, dict[str, Any]]], more: int, gap: int
-) -> None:
+def test_a_shard_is_what_safetensors_reads_or_refused_by_name(scratch, entries, more, gap):
     end, pairs = 0, []
     for name, entry in entries:
         if name == "__metadata__":
@@ -127,7 +123,7 @@ def test_a_shard_is_what_safetensors_reads_or_refused_by_name(
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("scratch")
 
 
@@ -136,10 +132,10 @@ _AXES = st.lists(st.sampled_from([1, 3, 300, 70_000, 1 << 33]), max_size=4)
 
 
 @st.composite
-def _metadata(draw: st.DrawFn) -> Metadata:
+def _metadata(draw):
     """A DCP metadata as torch writes it: tensors in one or two chunks, and objects."""
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    entries = {}
+    storage = {}
     for number in range(draw(st.integers(0, 4))):
         key, shape = f"decoder.{number}", draw(_AXES)
         halves = [0, shape[0] // 2] if shape and shape[0] > 1 else [0]
@@ -159,7 +155,7 @@ def _metadata(draw: st.DrawFn) -> Metadata:
 
 @settings(_FEW, max_examples=60)
 @given(_metadata(), st.integers(2, 5))
-def test_metadata_is_what_torch_reads(scratch: Path, metadata: Metadata, protocol: int) -> None:
+def test_metadata_is_what_torch_reads(scratch, metadata, protocol):
     content = pickle.dumps(metadata, protocol)
     (scratch / ".metadata").write_bytes(content)
     theirs, ours = pickle.loads(content), read_metadata(scratch)
@@ -188,7 +184,7 @@ _MERGES = st.sampled_from(["<<: {a: 1}", "<<: {a: 2, b: 3}", "<<: [{a: 4}, {a: 5
 _KEYS = st.sampled_from(["a", "b", "'b'", "<<", '"<<"', "1", "null", "'null'", "'c': 1, a"])
 
 
-def _flow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _flow(inner):
     return st.one_of(
         st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]"),
         st.lists(st.builds("{}: {}".format, _KEYS, inner) | _MERGES, max_size=3).map(
@@ -211,7 +207,7 @@ _Words.add_constructor("tag:yaml.org,2002:merge", lambda *_: "<<")
 _REFUSED_YAML = re.compile("twice in one mapping|not a word|no mapping|levels, aliases expanded")
 
 
-def _plain(tree: Tree) -> Any:
+def _plain(tree):
     if isinstance(tree, dict):
         return {key: _plain(one) for key, one in tree.items()}
     return [_plain(one) for one in tree] if isinstance(tree, list) else tree.text
@@ -219,7 +215,7 @@ def _plain(tree: Tree) -> Any:
 
 @settings(_FEW, max_examples=600)
 @given(st.recursive(_WORDS, _flow, max_leaves=8).map("{{k: {}}}".format))
-def test_yaml_is_what_pyyaml_reads_or_refused_by_a_named_rule(text: str) -> None:
+def test_yaml_is_what_pyyaml_reads_or_refused_by_a_named_rule(text):
     try:
         expected = yaml.load(text, _Words)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError:

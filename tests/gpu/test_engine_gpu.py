@@ -15,22 +15,21 @@ from support.sglang_runs import int4_config, online_int4, written
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.schemes.floats import FloatScheme
-from ckptkit.verify.core.report import Report
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 
-def failed(report: Report) -> set[str]:
+def failed(report):
     return {finding.code for finding in report.findings if finding.severity == "error"}
 
 
-def holds_draft(report: Report) -> bool:
+def holds_draft(report):
     """Whether a second engine was read back, with many tensors of a draft model."""
     (held, *_) = report.facts.get("SGLang engine, with speculative decoding", ["0 of none"])
     return int(held.rpartition(", ")[2].split()[0]) > 10
 
 
-def sound_in_int4(report: Report) -> bool:
+def sound_in_int4(report):
     """Whether nothing is wrong, but for what SGLang before 0.5.23 cannot do: load packed experts again from disk."""
     assert not failed(report), report.findings
     assert not report.reasons
@@ -41,7 +40,7 @@ def sound_in_int4(report: Report) -> bool:
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
-def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Path) -> None:
+def test_updates_release_and_logits_of_sound_models_pass(name, tmp_path):
     report = verified(saved(name, tmp_path))
     statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
     codes = ["CK511", "CK512", "CK513", "CK601"]
@@ -51,7 +50,7 @@ def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
-def test_models_in_fp8_compute_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_models_in_fp8_compute_what_they_stand_for(name, tmp_path):
     """Within the noise of weights in bfloat16 and inputs in FP8, loaded from disk and by updates."""
     quantize(saved(name, tmp_path), tmp_path / "fp8", FloatScheme("fp8-block"))
     report = _kept(verified(tmp_path / "fp8"), name)
@@ -64,7 +63,7 @@ def test_models_in_fp8_compute_what_they_stand_for(name: str, tmp_path: Path) ->
     assert len(report.findings) == 4 * (name == "mla") * (1 + holds_draft(report))
 
 
-def test_rows_in_fp8_compute_what_they_stand_for(tmp_path: Path) -> None:
+def test_rows_in_fp8_compute_what_they_stand_for(tmp_path):
     """No update is asked for: SGLang transposes these weights, and cannot load them again."""
     quantize(saved("dense", tmp_path), tmp_path / "fp8", FloatScheme("fp8-channel"))
     report = _kept(verified(tmp_path / "fp8", frozenset({"engine", "logits"})), "rows")
@@ -72,21 +71,21 @@ def test_rows_in_fp8_compute_what_they_stand_for(tmp_path: Path) -> None:
     assert report.reasons == []
 
 
-def _kept(report: Report, name: str) -> Report:
+def _kept(report, name):
     """The report, of which the folder in OUT gets a copy."""
     if out := os.environ.get("OUT"):
         (Path(out) / f"engine-fp8-{name}.json").write_text(json.dumps(report.to_json(), indent=1))
     return report
 
 
-def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path: Path) -> None:
+def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path):
     source = saved("moe", tmp_path)
     quantize(source, tmp_path / "int4", QuantScheme(32, "qmax7", (ATTENTION, ROUTER)))
     report = verified(tmp_path / "int4")
     assert sound_in_int4(report)
 
 
-def with_zero_points(name: str, group: int | None, root: Path) -> Report:
+def with_zero_points(name, group, root):
     path = root / f"{name}-zeros-{group}"
     scheme = QuantScheme(group, "minmax", (ATTENTION, *[ROUTER] * (name == "moe")), symmetric=False)
     with small_groups_allowed():
@@ -95,26 +94,26 @@ def with_zero_points(name: str, group: int | None, root: Path) -> Report:
 
 
 @pytest.mark.parametrize(("name", "group"), [("dense", 32), ("moe", 64), ("moe", 128), ("moe", None)])
-def test_zero_points_are_what_the_engine_computes_with(name: str, group: int | None, tmp_path: Path) -> None:
+def test_zero_points_are_what_the_engine_computes_with(name, group, tmp_path):
     report = with_zero_points(name, group, tmp_path)
     assert not failed(report), report.findings
     assert not report.reasons
 
 
-def test_zero_points_of_experts_in_small_groups_are_misread(tmp_path: Path) -> None:
+def test_zero_points_of_experts_in_small_groups_are_misread(tmp_path):
     """SGLang's kernel takes those of all but one group in a tile from memory that nobody wrote."""
     report = with_zero_points("moe", 32, tmp_path)
     assert failed(report) >= {"CK601"}, report.findings
 
 
 @pytest.mark.parametrize("name", SYNCED)
-def test_planted_faults_are_named(name: str, tmp_path: Path) -> None:
+def test_planted_faults_are_named(name, tmp_path):
     found = reports(tmp_path, synced(name, tmp_path / "model", "sglang"), "sglang", gpu=True)
     assert len(found) >= 10  # one of them without a fault
     assert mistakes(found) == []
 
 
-def test_a_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
+def test_a_tensor_that_updates_leave_out_is_named(tmp_path):
     lost = "model.layers.3.mlp.down_proj.weight"
     source = saved("dense", tmp_path)
     path = written(tmp_path, "lost", source, {k: v for k, v in models.tensors(source).items() if k != lost})
@@ -124,14 +123,14 @@ def test_a_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
     assert {tensor for _, tensor in found} <= {lost, None}
 
 
-def test_a_draft_model_is_updated_and_resumed_with_the_model(tmp_path: Path) -> None:
+def test_a_draft_model_is_updated_and_resumed_with_the_model(tmp_path):
     report = verified(saved("glm", tmp_path), frozenset({"engine", "update", "release-resume"}))
     statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code.startswith("CK51")}
     assert statuses == dict.fromkeys(("CK511", "CK512", "CK513"), ("passed", None)), report.findings
     assert holds_draft(report)
 
 
-def test_a_draft_model_beside_experts_in_int4_is_updated_too(tmp_path: Path) -> None:
+def test_a_draft_model_beside_experts_in_int4_is_updated_too(tmp_path):
     """Its own layer is in BF16, as in releases."""
     source = saved("glm", tmp_path)
     kept = (ATTENTION, ROUTER, r"re:.*layers\.0\.mlp\..*", r"re:.*shared_experts.*")
@@ -142,7 +141,7 @@ def test_a_draft_model_beside_experts_in_int4_is_updated_too(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("lost", ["eh_proj.weight", "mlp.experts.5.down_proj.weight"])
-def test_a_draft_tensor_that_updates_leave_out_is_named(lost: str, tmp_path: Path) -> None:
+def test_a_draft_tensor_that_updates_leave_out_is_named(lost, tmp_path):
     source = saved("glm", tmp_path)
     tensors = {name: tensor for name, tensor in models.tensors(source).items() if name != f"model.layers.6.{lost}"}
     path = written(tmp_path, "lost", source, tensors)
@@ -153,7 +152,7 @@ def test_a_draft_tensor_that_updates_leave_out_is_named(lost: str, tmp_path: Pat
     assert {tensor for _, tensor in found} <= {param, param.removeprefix("draft.")}
 
 
-def test_a_packed_router_is_no_sound_engine(tmp_path: Path) -> None:
+def test_a_packed_router_is_no_sound_engine(tmp_path):
     """SGLang builds the router unquantized, drops its packed weights, and serves with what memory held."""
     source = saved("moe", tmp_path)
     packed = online_int4(models.tensors(source), [*ONLINE, ATTENTION], 32)
@@ -164,7 +163,7 @@ def test_a_packed_router_is_no_sound_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "minimax"])
-def test_models_whose_routers_do_not_know_their_layer_are_judged(name: str, tmp_path: Path) -> None:
+def test_models_whose_routers_do_not_know_their_layer_are_judged(name, tmp_path):
     """SGLang's class ends where it is asked for the experts of each token. MiniMax-M2's has no reference here."""
     report = verified(saved(name, tmp_path), frozenset({"engine", "logits"}))
     assert report.findings == []
@@ -174,7 +173,7 @@ def test_models_whose_routers_do_not_know_their_layer_are_judged(name: str, tmp_
 
 
 @pytest.mark.usefixtures("kernel_tiles")
-def test_an_engine_that_no_kernel_can_serve_is_found_by_its_files(tmp_path: Path) -> None:
+def test_an_engine_that_no_kernel_can_serve_is_found_by_its_files(tmp_path):
     """Without a prompt it starts as any other does."""
     quantize(saved("narrow", tmp_path), tmp_path / "int4", QuantScheme(32, "qmax7"))
     report = verified(tmp_path / "int4", frozenset({"engine", "logits"}))
@@ -182,6 +181,6 @@ def test_an_engine_that_no_kernel_can_serve_is_found_by_its_files(tmp_path: Path
     assert "Invalid thread config" in report.reasons[0]
 
 
-def test_a_window_that_sglang_ignores_is_many_times_the_noise(tmp_path: Path) -> None:
+def test_a_window_that_sglang_ignores_is_many_times_the_noise(tmp_path):
     report = verified(saved("window", tmp_path), frozenset({"engine", "logits"}))
     assert failed(report) == {"CK601"}, report.findings

@@ -1,19 +1,17 @@
 """FP8 on a GPU: the bytes of the CPU, and those of the Triton kernel by which trainers update an engine."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import triton
 from support.quant_weights import DTYPES, hard_weights
 from support.triton_floats import OFFERED as ROUNDINGS_OF
-from torch import Tensor
 from triton import language as tl
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.kernels import triton_kernels
-from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS
 from ckptkit.quant.kernels.floats import quantize_fp8, quantize_fp8_matrices, quantize_mxfp4, quantize_nvfp4
 
 pytestmark = [pytest.mark.timeout(600)]
@@ -24,13 +22,13 @@ OFFERED = [(block, name) for block, names in ROUNDINGS_OF.items() for name in na
 NAMES = ["first", "second", "third"]
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def same(left, right):
     left, right = left.cpu().reshape(-1), right.cpu().reshape(-1)
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 @triton.jit
-def _cast_block(x_at, codes_at, scales_at, rows, columns, floor, top, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast_block(x_at, codes_at, scales_at, rows, columns, floor, top, height: tl.constexpr, width: tl.constexpr):
     """The operations of slime `fp8_kernel.py`, `_blockwise_cast_to_fp8_triton`; `floor` and `top` are not constants."""
     down, across = tl.program_id(0), tl.program_id(1)
     row = (down * height + tl.arange(0, height))[:, None]
@@ -43,7 +41,7 @@ def _cast_block(x_at, codes_at, scales_at, rows, columns, floor, top, height: tl
     tl.store(scales_at + down * tl.num_programs(1) + across, scale)
 
 
-def assert_same(found: Fp8Weight, wanted: Fp8Weight, case: Any) -> None:
+def assert_same(found, wanted, case):
     assert found.codes.is_cuda, case
     assert found.codes.shape == wanted.codes.shape, case
     assert found.scales.shape == wanted.scales.shape, case
@@ -51,7 +49,7 @@ def assert_same(found: Fp8Weight, wanted: Fp8Weight, case: Any) -> None:
     assert same(found.scales, wanted.scales), case
 
 
-def exhaustive(dtype: torch.dtype) -> Tensor:
+def exhaustive(dtype):
     """Every float8_e4m3fn and every tie between two, and their neighbours, at scales that are powers of two."""
     values = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (values[:-1] + values[1:]) / 2
@@ -63,7 +61,7 @@ def exhaustive(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("native", "dtype"), [*((True, dtype) for dtype in DTYPES), (False, torch.bfloat16)], ids=str)
-def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_the_bytes_of_the_cpu(dtype, native, monkeypatch):
     """With the GPU's own conversion to float8_e4m3fn, and with the arithmetic that stands for it on older ones."""
     if not native:
         monkeypatch.setattr(triton_kernels, "_converts", lambda device: False)
@@ -79,7 +77,7 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype):
     torch.manual_seed(7)
     weights = [hard_weights(dtype, 320), (torch.randn(1000, 4096) * torch.rand(1000, 1)).to(dtype)]
     for weight in weights:
@@ -94,7 +92,7 @@ def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_several_matrices_have_the_bytes_of_each(block: tuple[int, int | None]) -> None:
+def test_several_matrices_have_the_bytes_of_each(block):
     torch.manual_seed(5)
     shapes = [(64, 384), (130, 100), (64, 384), (384, 64), (1, 1), (200, 7168)]
     weights = [(torch.randn(shape) / 50).bfloat16() for shape in shapes]
@@ -104,7 +102,7 @@ def test_several_matrices_have_the_bytes_of_each(block: tuple[int, int | None]) 
         assert_same(found, quantize_fp8(weight, block, "online", name), name)
 
 
-def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel() -> None:
+def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel():
     storage = (torch.randn(130 * 256 + 1) / 50).bfloat16()
     for name, cut in {
         "shifted": lambda whole: whole[1:].view(130, 256),
@@ -124,14 +122,14 @@ def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel() -> No
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_what_is_not_finite_is_refused_by_name(block: tuple[int, int | None], value: float) -> None:
+def test_what_is_not_finite_is_refused_by_name(block, value):
     weights = [torch.ones((130, 160), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     weights[1][129, 159] = value
     with pytest.raises(CkptkitError, match="second.*NaN"):
         quantize_fp8_matrices(weights, block, "online", NAMES)
 
 
-def test_plain_torch_on_a_gpu_gives_the_same() -> None:
+def test_plain_torch_on_a_gpu_gives_the_same():
     """It is what runs where there is no kernel."""
     weight = (torch.randn(300, 300) / 50).bfloat16()
     for rounding, block in product(EIGHT_BIT, BLOCKS):
@@ -140,7 +138,7 @@ def test_plain_torch_on_a_gpu_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2048, 4096), (1000, 300)])
-def test_online_is_what_the_triton_kernel_of_trainers_gives(shape: tuple[int, int]) -> None:
+def test_online_is_what_the_triton_kernel_of_trainers_gives(shape):
     torch.manual_seed(2)
     weight = (torch.randn(shape) * 0.02).bfloat16().cuda()
     weight[:128, :128] = 0
@@ -153,7 +151,7 @@ def test_online_is_what_the_triton_kernel_of_trainers_gives(shape: tuple[int, in
     assert same(found.codes, codes)
 
 
-def test_slime_cuda_is_what_slimes_tool_computes_on_a_gpu() -> None:
+def test_slime_cuda_is_what_slimes_tool_computes_on_a_gpu():
     torch.manual_seed(3)
     weight = (torch.randn(1024, 2048) * 0.02).bfloat16().cuda()
     tiles = weight.view(8, 128, 16, 128)

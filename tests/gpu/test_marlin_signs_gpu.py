@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_scales, marlin_weight
 
@@ -11,7 +10,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 INPUTS, OUTPUTS = 256, 256
 
 
-def packed_layer(group: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def packed_layer(group, draw):
     """Weights [inputs, outputs] that codes and scales of both signs mean, and both in Marlin's layout, on the GPU."""
     codes = torch.randint(0, 16, (INPUTS, OUTPUTS), generator=draw)
     sizes = torch.rand(INPUTS // group, OUTPUTS, generator=draw) * 0.01 + 0.001
@@ -23,14 +22,14 @@ def packed_layer(group: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Ten
     return weight, marlin_weight(signed).cuda(), ordered[0 if len(scales) > 1 else 1].contiguous().cuda()
 
 
-def far_off(computed: Tensor, expected: Tensor) -> float:
+def far_off(computed, expected):
     """The largest difference, as a part of the largest value; bfloat16 rounds each to 1/256."""
     return float((computed.cpu().double() - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, INPUTS])
 @pytest.mark.parametrize("tokens", [1, 16, 100])
-def test_linear_layer_multiplies_by_a_scale_with_its_sign(group: int, tokens: int) -> None:
+def test_linear_layer_multiplies_by_a_scale_with_its_sign(group, tokens):
     from sgl_kernel.scalar_type import scalar_types
     from sglang.jit_kernel.gptq_marlin import gptq_marlin_gemm
 
@@ -47,7 +46,7 @@ def test_linear_layer_multiplies_by_a_scale_with_its_sign(group: int, tokens: in
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_experts_multiply_by_a_scale_with_its_sign(group: int) -> None:
+def test_experts_multiply_by_a_scale_with_its_sign(group):
     from sgl_kernel.scalar_type import scalar_types
     from sglang.jit_kernel.moe_wna16_marlin import moe_wna16_marlin_gemm
 

@@ -1,24 +1,21 @@
 """The Megatron witness on GPUs: NCCL, parameters in GPU memory and, if installed, Transformer Engine's layers."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
+def judge(subject):
     tally = Tally()
     return [
         finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)
@@ -36,7 +33,7 @@ def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
         ("glm4_moe", 2, 2, 1),
     ],
 )
-def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, tp: int, pp: int, ep: int) -> None:
+def test_every_rank_holds_its_slice(releases, converted, name, tp, pp, ep):
     subject = Subject(converted(name), releases(name), options=VerifyOptions(tp=tp, pp=pp, ep=ep))
     if torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs, there are {torch.cuda.device_count()}")
@@ -46,7 +43,7 @@ def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: s
     assert ("Transformer Engine spec" in facts["megatron"][0]) == (find_spec("transformer_engine") is not None)
 
 
-def test_one_changed_value_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
+def test_one_changed_value_is_found(releases, copy_of, tmp_path):
     edited = copy_of(releases("glm4_moe"))
     name = "model.layers.9.mlp.experts.11.down_proj.weight"
     value = models.tensors(edited)[name]

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.fixture_types import PathOf
 
 from ckptkit.verify.checks.witnesses.behaviour import judge_run
 from ckptkit.verify.core.check import Tally
@@ -15,7 +14,7 @@ from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
-from ckptkit.verify.witnesses.megatron.run import Computed, run_megatron_logits
+from ckptkit.verify.witnesses.megatron.run import run_megatron_logits
 from ckptkit.verify.witnesses.process import interpreter
 from ckptkit.verify.witnesses.reference.distance import distance
 from ckptkit.verify.witnesses.reference.run import prompts_of
@@ -26,7 +25,7 @@ ASKED = frozenset({"megatron", "logits"})
 DENSE, EXPERTS, LATENT = FAMILIES = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 
 
-def computed(subject: Subject, dtype: str) -> Computed:
+def computed(subject, dtype):
     """Megatron's answers beside transformers', with the figures printed (pytest -s)."""
     run = run_megatron_logits(subject, prompts_of(config_of(subject), with_long=False), dtype)
     assert run.reference is not None
@@ -37,7 +36,7 @@ def computed(subject: Subject, dtype: str) -> Computed:
     return run
 
 
-def agrees(run: Computed, subject: Subject) -> None:
+def agrees(run, subject):
     """Every rank's answers are within the noise."""
     assert run.reference is not None
     assert list(judge_run(run, subject, Tally())) == []
@@ -45,7 +44,7 @@ def agrees(run: Computed, subject: Subject) -> None:
 
 @ENGINE
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformer_engine_computes_what_transformers_does(releases: PathOf, converted: PathOf, name: str) -> None:
+def test_transformer_engine_computes_what_transformers_does(releases, converted, name):
     """The fused norm and linear layers, grouped products of experts, and latent attention."""
     subject = Subject(converted(name), releases(name), options=VerifyOptions(against=ASKED))
     run = computed(subject, "bfloat16")
@@ -55,9 +54,7 @@ def test_transformer_engine_computes_what_transformers_does(releases: PathOf, co
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_megatrons_own_layers_compute_what_transformers_does(
-    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
-) -> None:
+def test_megatrons_own_layers_compute_what_transformers_does(releases, converted, monkeypatch, name, dtype):
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None if "engine" in name else find_spec(name))
     subject = Subject(converted(name), releases(name), options=VerifyOptions(against=ASKED))
     run = computed(subject, dtype)
@@ -78,16 +75,14 @@ def test_megatrons_own_layers_compute_what_transformers_does(
         (LATENT, {"tp": 2, "ep": 2}),
     ],
 )
-def test_ranks_over_nccl_compute_what_transformers_does(
-    releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int], dtype: str
-) -> None:
+def test_ranks_over_nccl_compute_what_transformers_does(releases, converted, name, sizes, dtype):
     subject = Subject(converted(name), releases(name), options=VerifyOptions(**sizes, against=ASKED))
     run = computed(subject, dtype)
     assert run.device.startswith("NCCL on GPUs")
     agrees(run, subject)
 
 
-def test_verify_judges_float32_and_the_dtype_of_the_checkpoint(releases: PathOf, converted: PathOf) -> None:
+def test_verify_judges_float32_and_the_dtype_of_the_checkpoint(releases, converted):
     report = verify(converted(EXPERTS), releases(EXPERTS), against=ASKED)
     assert {check.code: check.status for check in report.checks}["CK606"] == "passed", report.reasons
     lines = report.facts["log-probabilities in Megatron"]

@@ -2,8 +2,6 @@
 
 import pickle
 import re
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ Named = list[tuple[str, Tensor]]
 EXPERTS = 50
 
 
-def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, int] = (192, 256)) -> Named:
+def layer(dtype=torch.bfloat16, seed=0, wide=(192, 256)):
     """Experts of two shapes of one size, as gate, up and down are, and a router between them."""
     draw = torch.Generator().manual_seed(seed)
     shapes = {"gate_proj": wide, "up_proj": wide, "down_proj": wide[::-1]}
@@ -42,12 +40,12 @@ def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: tuple[int, i
     ]
 
 
-def quantizer(named: Iterable[tuple[str, Tensor]], group: int | None = 32, grid: str = "qmax7") -> OnlineQuantizer:
+def quantizer(named, group=32, grid="qmax7"):
     shape = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
     return OnlineQuantizer(config(grid=grid, **shape), names_of([name for name, _ in named]))
 
 
-def expected(named: Named, group: int | None = 32, grid: Any = "qmax7") -> dict[str, Tensor]:
+def expected(named, group=32, grid="qmax7"):
     found = {}
     for name, tensor in named:
         if ".experts." not in name:
@@ -58,16 +56,14 @@ def expected(named: Named, group: int | None = 32, grid: Any = "qmax7") -> dict[
     return found
 
 
-def on_the_cpu(bucket: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def on_the_cpu(bucket):
     return {name: tensor.cpu() for name, tensor in bucket}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 @pytest.mark.parametrize("group", [32, 64, None])
-def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(
-    group: int | None, grid: str, dtype: torch.dtype
-) -> None:
+def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(group, grid, dtype):
     online = quantizer(layer(), group, grid)
     for seed in range(3):
         named = layer(dtype, seed)
@@ -79,13 +75,13 @@ def test_a_bucket_on_a_gpu_has_the_bytes_of_the_cpu_at_every_call(
         same(on_the_cpu(bucket), wanted)
 
 
-def test_other_shapes_under_the_same_names_are_worked_out_anew() -> None:
+def test_other_shapes_under_the_same_names_are_worked_out_anew():
     online = quantizer(layer())
     for named in (layer(), layer(wide=(64, 512)), layer(torch.float32), layer()):
         same(on_the_cpu(online.quantize(named)), expected(named))
 
 
-def test_views_are_read_where_they_lie() -> None:
+def test_views_are_read_where_they_lie():
     """Shifted by one weight, so that no load is aligned; and columns of a larger matrix."""
     online = quantizer(layer())
     for number, cut in enumerate(
@@ -102,7 +98,7 @@ def test_views_are_read_where_they_lie() -> None:
             same(on_the_cpu(online.quantize(named)), expected(named))
 
 
-def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
+def test_buckets_stay_as_they_are_when_the_next_one_comes():
     online = quantizer(layer())
     sent = [layer(seed=seed) for seed in range(4)]
     buckets = [online.quantize(named) for named in sent]
@@ -119,7 +115,7 @@ def test_buckets_stay_as_they_are_when_the_next_one_comes() -> None:
 
 @pytest.mark.parametrize("place", [0, 50, 120])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(place: int, value: float) -> None:
+def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(place, value):
     online, named = quantizer(layer()), layer()
     broken = [(name, tensor.clone()) for name, tensor in named]
     broken[place][1][-1, -1] = value
@@ -130,7 +126,7 @@ def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(p
         same(on_the_cpu(online.quantize(named)), expected(named))
 
 
-def test_a_bucket_is_pickled_as_a_list() -> None:
+def test_a_bucket_is_pickled_as_a_list():
     bucket = quantizer(layer()).quantize(layer())
     copied = pickle.loads(pickle.dumps(bucket))
     assert type(copied) is list
@@ -140,7 +136,7 @@ def test_a_bucket_is_pickled_as_a_list() -> None:
     assert bucket + before == [*bucket, *before]
 
 
-def launched(online: OnlineQuantizer, named: Named) -> list[str]:
+def launched(online, named):
     online.quantize(named)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
@@ -150,7 +146,7 @@ def launched(online: OnlineQuantizer, named: Named) -> list[str]:
     return [name for name in launches if not name.startswith("Mem")]
 
 
-def test_a_layer_takes_one_launch_and_one_that_clears_the_marks() -> None:
+def test_a_layer_takes_one_launch_and_one_that_clears_the_marks():
     assert len(launched(quantizer(layer()), layer())) == 2
 
 
@@ -166,12 +162,12 @@ FP8 = {
 }
 
 
-def in_fp8(kind: str, named: Named) -> OnlineQuantizer:
+def in_fp8(kind, named):
     scales = [f"{name}_scale_inv" for name, _ in named if ".experts." in name]
     return OnlineQuantizer({"quantization_config": FP8[kind][0]}, [*(name for name, _ in named), *scales])
 
 
-def expected_fp8(kind: str, named: Named) -> dict[str, Tensor]:
+def expected_fp8(kind, named):
     found = {}
     for name, tensor in named:
         found[name] = tensor.cpu()
@@ -183,8 +179,8 @@ def expected_fp8(kind: str, named: Named) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", FP8)
-def test_a_bucket_in_fp8_has_the_bytes_of_the_cpu_at_every_call(kind: str, dtype: torch.dtype) -> None:
-    shapes: list[tuple[int, int]] = [(192, 256), (130, 100) if kind != "mxfp8" else (130, 96)]
+def test_a_bucket_in_fp8_has_the_bytes_of_the_cpu_at_every_call(kind, dtype):
+    shapes = [(192, 256), (130, 100) if kind != "mxfp8" else (130, 96)]
     online = in_fp8(kind, layer())
     for seed, wide in enumerate([shapes[0], *shapes]):
         named = layer(dtype, seed, wide)
@@ -200,7 +196,7 @@ def test_a_bucket_in_fp8_has_the_bytes_of_the_cpu_at_every_call(kind: str, dtype
 
 
 @pytest.mark.parametrize("kind", FP8)
-def test_a_layer_in_fp8_takes_a_launch_for_each_shape_and_a_broken_weight_is_named(kind: str) -> None:
+def test_a_layer_in_fp8_takes_a_launch_for_each_shape_and_a_broken_weight_is_named(kind):
     """Groups of 32 follow one another, so that a matrix and one with its axes swapped share a launch."""
     online, named = in_fp8(kind, layer()), layer()
     assert len(launched(online, named)) == FP8[kind][3]
@@ -210,7 +206,7 @@ def test_a_layer_in_fp8_takes_a_launch_for_each_shape_and_a_broken_weight_is_nam
         list(bucket)
 
 
-def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu() -> None:
+def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu():
     tensors = release(experts=32)
     online = OnlineQuantizer(config(), names_of(tensors))
     for _ in range(2):

@@ -3,7 +3,6 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 from families import ALL_CASES, HF_CASES
@@ -28,7 +27,7 @@ PACKED = {"qwen3_moe": range(5), "glm4_moe": range(1, 5)}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("online")
     orders = []
     with pytest.MonkeyPatch.context() as patch:
@@ -41,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, 
 
 
 @pytest.fixture(params=CONFIGS)
-def result(request: pytest.FixtureRequest, runs: tuple[dict[str, dict[str, Any]], str]) -> tuple[str, dict[str, Any]]:
+def result(request, runs):
     """A family and the result of every step; the log is printed where a step is missing."""
     found, log = runs
     if "mended" not in found[request.param]:
@@ -50,14 +49,14 @@ def result(request: pytest.FixtureRequest, runs: tuple[dict[str, dict[str, Any]]
     return request.param, found[request.param]
 
 
-def test_int4_model_in_the_engine_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
+def test_int4_model_in_the_engine_loads_and_generates(result):
     family, steps = result
     packed = {name for name in steps["disk"]["tensors"] if name.endswith("w13_weight_packed")}
     assert packed == {f"model.layers.{layer}.mlp.experts.w13_weight_packed" for layer in PACKED[family]}
     assert [len(tokens) for tokens in steps["tokens from disk"]] == [8, 8]
 
 
-def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, dict[str, Any]]) -> None:
+def test_two_updates_leave_the_checksum_that_the_disk_gives(result):
     _, steps = result
     for step in ("update 1", "update 2", "mended"):
         assert differing(steps["disk"], steps[step]) == []
@@ -67,13 +66,13 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, d
     assert furthest(steps, "judged after updates") < 0.01
 
 
-def furthest(steps: dict[str, Any], step: str) -> float:
+def furthest(steps, step):
     """The largest difference between a log-probability at a step and the same from disk."""
     pairs = zip(steps[step], steps["judged from disk"], strict=True)
     return max(abs(one - other) for prompts in pairs for one, other in zip(*prompts, strict=True))
 
 
-def test_two_experts_in_each_others_place_change_it(result: tuple[str, dict[str, Any]]) -> None:
+def test_two_experts_in_each_others_place_change_it(result):
     _, steps = result
     parts = [
         f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")
@@ -82,6 +81,6 @@ def test_two_experts_in_each_others_place_change_it(result: tuple[str, dict[str,
     assert steps["altered"]["total"] != steps["disk"]["total"]
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing(one, other):
     """Names of tensors that are not in both with the same checksum."""
     return sorted({name for name, _ in one["tensors"].items() ^ other["tensors"].items()})

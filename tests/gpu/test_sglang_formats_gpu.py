@@ -5,14 +5,9 @@ GPU: `make sglang-matrix`, or in parts `python lab/sglang_matrix.py --only 'wide
 with the repository and `tests` on PYTHONPATH. The sizes called wide fit the tiles of Marlin's kernels.
 """
 
-from collections.abc import Mapping
-
 import pytest
 from support.sglang_formats import IN_INT4, write_all
 from support.sglang_runs import Case, clean, refusal, run_cases
-
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -22,17 +17,17 @@ SOUND = [label for label in IN_INT4 if label not in REFUSED]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+def runs(tmp_path_factory):
     cases = {label: Case(path) for label, path in write_all(tmp_path_factory.mktemp("formats"), IN_INT4)}
     return run_cases(cases, tmp_path_factory.mktemp("runs"), gpu=True)
 
 
 @pytest.mark.parametrize("label", SOUND)
-def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, Answer[LoadReport]]) -> None:
+def test_every_part_is_in_the_kernels_layout(label, runs):
     report = clean(runs[label])
     assert (report.repacked, report.unchecked) == ((), ())
 
 
 @pytest.mark.parametrize("label", REFUSED)
-def test_what_the_kernel_refuses_is_quoted(label: str, runs: Mapping[str, Answer[LoadReport]]) -> None:
+def test_what_the_kernel_refuses_is_quoted(label, runs):
     assert "is not divisible by tile_n_size = 64" in refusal(runs[label])

@@ -1,6 +1,5 @@
 """Real SGLang on a GPU: checkpoints load, and what is repacked for Marlin's kernels is what was loaded."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,8 +17,6 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.run import verify
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -42,9 +39,9 @@ ROUTERS = {"qwen3_moe": "model.layers.{0..4}.mlp.gate.weight", "glm4_moe": "mode
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+def cases(tmp_path_factory):
     root = tmp_path_factory.mktemp("gpu")
-    found: dict[str, Case] = {}
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, config in CONFIGS.items():
             patch.setitem(ALL_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
@@ -83,14 +80,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
 
 
 @pytest.fixture(scope="module")
-def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+def runs(cases, tmp_path_factory):
     runs = run_cases(cases, tmp_path_factory.mktemp("reports"), gpu=True)
     for name, run in runs.items():
         print(f"{name}: {run.failure or run.report}")
     return runs
 
 
-def findings(case: Case, run: Answer[LoadReport]) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
+def findings(case, run):
     results, found, facts = checked(case, run)
     for line in (*found, *facts.get("SGLang", ())):
         print(line)
@@ -101,9 +98,7 @@ def findings(case: Case, run: Answer[LoadReport]) -> tuple[dict[str, str], set[t
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
-def test_sound_checkpoints_pass_through_repacking(
-    kind: str, family: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
-) -> None:
+def test_sound_checkpoints_pass_through_repacking(kind, family, cases, runs):
     name = f"{kind} {family}"
     status, found = findings(cases[name], runs[name])
     assert found == set()
@@ -115,9 +110,7 @@ def test_sound_checkpoints_pass_through_repacking(
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_zero_points_and_fp8_blocks_pass_through_repacking(
-    name: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
-) -> None:
+def test_zero_points_and_fp8_blocks_pass_through_repacking(name, cases, runs):
     """Experts' zero points come in AWQ's order, Linear layers' in compressed-tensors'; both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
     assert found == set()
@@ -130,9 +123,7 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_quantized_router_is_named(
-    family: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
-) -> None:
+def test_the_quantized_router_is_named(family, cases, runs):
     name = f"router {family}"
     status, found = findings(cases[name], runs[name])
     router = ROUTERS[family]
@@ -147,7 +138,7 @@ def test_the_quantized_router_is_named(
     ]
 
 
-def test_verify_against_sglang_on_the_gpu_passes(cases: dict[str, Case]) -> None:
+def test_verify_against_sglang_on_the_gpu_passes(cases):
     report = verify(cases["qmax7 qwen3_moe"].checkpoint, against=frozenset({"sglang"}))
     for line in (*report.findings, *report.checks, report.facts):
         print(line)

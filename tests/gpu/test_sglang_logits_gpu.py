@@ -6,7 +6,6 @@ these logits show that they are the right ones.
 
 import json
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 AT_ONCE = 7
 # Sizes that SGLang's kernels take: powers of two, and heads that its rotary kernel knows; and for classes that do not
 # read head_dim, the hidden size divided by the heads.
-SIZES: Mapping[str, Mapping[str, int]] = {
+SIZES = {
     "qwen3_moe": {"head_dim": 64},
     "mixtral": {"num_attention_heads": 4},
     "qwen2_moe": {"num_attention_heads": 4},
@@ -77,17 +76,15 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def answers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Answer, Tensor, Tensor]]:
+def answers(request, tmp_path_factory):
     """For each model: SGLang's answer, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
-    expected: dict[str, tuple[Tensor, Tensor]] = {}
+    expected = {}
     names = [name for name in HF_CASES if name in collected(request, "name")]
     for name in names:
         expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), root / name)
 
-    def ask(name: str) -> Answer:
+    def ask(name):
         out, log = root / f"{name}.pt", root / f"{name}.log"
         ended = run_logged(log, "support.sglang_logits", root / name, out, gpu=True, limit_s=400)
         return Answer(torch.load(out) if ended and out.exists() else None, log.read_text(errors="replace")[-20_000:])
@@ -100,7 +97,7 @@ def answers(
     return {name: (found[name], *expected[name]) for name in names}
 
 
-def far(answer: tuple[Answer, Tensor, Tensor]) -> tuple[float, float, float]:
+def far(answer):
     """How far SGLang is from float32, how far transformers' own bfloat16, and how far logits are from their mean."""
     ours, exact, rounded = answer
     assert ours.logits is not None, ours.said
@@ -108,9 +105,7 @@ def far(answer: tuple[Answer, Tensor, Tensor]) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_sglang_computes_the_logits_of_transformers(
-    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
-) -> None:
+def test_sglang_computes_the_logits_of_transformers(name, answers):
     """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
     ours, noise, spread = far(answers[name])
     assert ours <= 2 * noise
@@ -118,23 +113,19 @@ def test_sglang_computes_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("name", WITHOUT_BIAS)
-def test_a_bias_that_is_left_out_shows_in_the_logits(
-    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
-) -> None:
+def test_a_bias_that_is_left_out_shows_in_the_logits(name, answers):
     ours, noise, spread = far(answers[name])
     assert 4 * noise <= ours <= spread / 20
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_what_sglangs_class_leaves_out_shows_in_the_logits(
-    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
-) -> None:
+def test_what_sglangs_class_leaves_out_shows_in_the_logits(name, answers):
     ours, noise, _ = far(answers[name])
     assert ours > 20 * noise
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_sglang_refuses_is_quoted(name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]) -> None:
+def test_what_sglang_refuses_is_quoted(name, answers):
     answer = answers[name][0]
     assert answer.logits is None
     assert SAID[name] in answer.said

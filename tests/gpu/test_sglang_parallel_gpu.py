@@ -1,8 +1,5 @@
 """Real SGLang on two GPUs over NCCL: experts shared out, experts cut, attention whole; and a live engine."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 import torch
 from support import models
@@ -12,8 +9,7 @@ from support.sglang_runs import LOST, Case, clean, reported, run_cases
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
-from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import EngineSizes
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -27,7 +23,7 @@ INT4 = "experts in INT4"  # shared out: cut ones are below the kernel's tiles
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name in NAMES:
         models.save(name, root / name)
@@ -36,9 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]:
+def runs(root, tmp_path_factory):
     found = {}
     for sizes in SIZES:
         cases = {name: Case(root / name) for name in (*NAMES, *[INT4] * (sizes.ep == 2))}
@@ -49,9 +43,7 @@ def runs(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", [*NAMES, INT4])
-def test_every_tensor_is_on_some_gpu(
-    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
-) -> None:
+def test_every_tensor_is_on_some_gpu(name, sizes, root, runs):
     if name == INT4 and sizes.ep == 1:
         pytest.skip("the kernel's tiles are larger than half an expert")
     report = clean(runs[sizes][name])
@@ -65,9 +57,7 @@ def test_every_tensor_is_on_some_gpu(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_lost_and_exchanged_tensors_are_named(
-    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
-) -> None:
+def test_lost_and_exchanged_tensors_are_named(name, sizes, root, runs):
     report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)
     missing = sorted(one for one in tensors if LOST.fullmatch(one))
@@ -75,7 +65,7 @@ def test_lost_and_exchanged_tensors_are_named(
     assert sorted(one.tensor for one in report.differing) == sorted(one for one in tensors if EXPERT.search(one))
 
 
-def test_a_live_engine_of_two_ranks_is_updated_and_resumed(root: Path) -> None:
+def test_a_live_engine_of_two_ranks_is_updated_and_resumed(root):
     report = verified(root / "moe", ALL, tp=2)
     statuses = {check.code: check.status for check in report.checks if check.code[:3] in ("CK5", "CK6")}
     assert set(statuses.values()) == {"passed"}, (report.findings, report.reasons)

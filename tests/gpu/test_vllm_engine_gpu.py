@@ -3,8 +3,6 @@
 Sound models pass, broken updates do not. tests/verify/witnesses/vllm/test_vllm_live_cpu.py has what needs no GPU.
 """
 
-from pathlib import Path
-
 import pytest
 from support import models
 from support.engine_models import ATTENTION, ROUTER, SYNCED, saved, synced, verified
@@ -13,7 +11,6 @@ from support.sglang_runs import written
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.witnesses.process.interpreter import python_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -21,18 +18,18 @@ ALL = frozenset({"vllm", "engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")
 
 
-def live(report: Report) -> dict[str, tuple[str, str | None]]:
+def live(report):
     return {one.code: (one.status, one.reason) for one in report.checks if one.code in CODES}
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
-def test_updates_sleep_and_logits_of_sound_models_pass(name: str, tmp_path: Path) -> None:
+def test_updates_sleep_and_logits_of_sound_models_pass(name, tmp_path):
     report = verified(saved(name, tmp_path), ALL)
     assert live(report) == dict.fromkeys(CODES, ("passed", None)), report.findings
     assert report.findings == []
 
 
-def test_int4_is_repacked_by_each_update(tmp_path: Path) -> None:
+def test_int4_is_repacked_by_each_update(tmp_path):
     quantize(
         saved("moe", tmp_path), tmp_path / "int4", QuantScheme(32, "qmax7", (ATTENTION, ROUTER)), readers=("vllm",)
     )
@@ -42,7 +39,7 @@ def test_int4_is_repacked_by_each_update(tmp_path: Path) -> None:
     assert all("self_attn.attn." in str(one.tensor) and one.severity == "warning" for one in report.findings)
 
 
-def test_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
+def test_tensor_that_updates_leave_out_is_named(tmp_path):
     lost = "model.layers.3.mlp.down_proj.weight"
     source = saved("dense", tmp_path)
     kept = {name: tensor for name, tensor in models.tensors(source).items() if name != lost}
@@ -52,7 +49,7 @@ def test_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCED)
-def test_planted_faults_are_named(name: str, tmp_path: Path) -> None:
+def test_planted_faults_are_named(name, tmp_path):
     path = synced(name, tmp_path / "model", "vllm")
     found = reports(tmp_path, path, program=python_of("vllm", {}), gpu=True)
     assert len(found) >= 10  # one of them without a fault

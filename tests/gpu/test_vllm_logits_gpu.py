@@ -6,10 +6,9 @@ its steps after loading, and these log-probabilities show that they are what its
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ COMPRESSED = {
     "index_topk": 512,
     "sliding_window": 128,
 }
-SIZES: Mapping[str, Mapping[str, Any]] = {
+SIZES = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe"), FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
     "llama-tied": FOUR_HEADS | OF_32,  # its config states no head_dim
@@ -94,11 +93,11 @@ Value = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 @pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+def rows(request, tmp_path_factory):
     """For each model what vLLM computed, or raised, and transformers' log-probabilities in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
-    expected: dict[str, tuple[Tensor, Tensor]] = {}
-    paths: dict[str, Path] = {}
+    expected = {}
+    paths = {}
     asked = collected(request, "name") | collected(request, "label")
     for name in (name for name in (*FAMILIES, LING, *IN_FP8) if name in asked):
         paths[name], expected[name] = saved(name, root)
@@ -114,7 +113,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def saved(name: str, root: Path) -> tuple[Path, tuple[Tensor, Tensor]]:
+def saved(name, root):
     """A test model on disk as vLLM takes it, and transformers' logits in float32 and in bfloat16."""
     case, path = sized(name, SIZES.get(name, {})), root / name
     if name in IN_FP8:
@@ -129,10 +128,10 @@ def saved(name: str, root: Path) -> tuple[Path, tuple[Tensor, Tensor]]:
     return packed, expected
 
 
-def exact_in_fp8(value: Value) -> Value:
+def exact_in_fp8(value):
     """The same values, with matrices that blocks of 128 x 128 in FP8 hold exactly: their scales are powers of two."""
 
-    def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def rounded(name, tensor, dtype):
         found = value(name, tensor, dtype)
         if found.dtype != torch.bfloat16 or found.dim() < 2:
             return found
@@ -143,7 +142,7 @@ def exact_in_fp8(value: Value) -> Value:
     return rounded
 
 
-def logits_of(path: Path) -> tuple[Tensor, Tensor]:
+def logits_of(path):
     """Transformers' logits of a plain checkpoint, in float32 and in bfloat16."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -153,7 +152,7 @@ def logits_of(path: Path) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def is_near(row: Row, times: float, part: float = 10) -> None:
+def is_near(row, times, part=10):
     """Not further from float32 than so many times what transformers' own bfloat16 is, and than a part of the spread."""
     answer, exact, rounded = row
     assert isinstance(answer, Tensor), answer
@@ -163,18 +162,18 @@ def is_near(row: Row, times: float, part: float = 10) -> None:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
-def test_vllm_computes_the_log_probabilities_of_transformers(name: str, rows: Mapping[str, Row]) -> None:
+def test_vllm_computes_the_log_probabilities_of_transformers(name, rows):
     is_near(rows[name], 2)
 
 
 @pytest.mark.parametrize("label", [label for label in PACKED if not label.endswith(FP8)])
-def test_packed_weights_compute_what_they_stand_for(label: str, rows: Mapping[str, Row]) -> None:
+def test_packed_weights_compute_what_they_stand_for(label, rows):
     """Machete multiplies zero points by scales in bfloat16 before it subtracts them, which rounds once more."""
     is_near(rows[label], 3 if label.endswith("zero points") else 2)
 
 
 @pytest.mark.parametrize("label", [*(label for label in PACKED if label.endswith(FP8)), *IN_FP8])
-def test_fp8_computes_what_it_stands_for(label: str, rows: Mapping[str, Row]) -> None:
+def test_fp8_computes_what_it_stands_for(label, rows):
     """Activations are rounded to FP8 too, of three bits behind the point where bfloat16 has seven: 16 times the noise.
 
     Errors of single products are not alike, so that much less is left of it.
@@ -183,7 +182,7 @@ def test_fp8_computes_what_it_stands_for(label: str, rows: Mapping[str, Row]) ->
 
 
 @pytest.mark.parametrize("label", MISORDERED)
-def test_misordered_scales_show_in_the_log_probabilities(label: str, rows: Mapping[str, Row]) -> None:
+def test_misordered_scales_show_in_the_log_probabilities(label, rows):
     """So CK526 is right to name them."""
     answer, exact, rounded = rows[label]
     assert isinstance(answer, Tensor), answer
@@ -191,10 +190,10 @@ def test_misordered_scales_show_in_the_log_probabilities(label: str, rows: Mappi
 
 
 @pytest.mark.parametrize("name", [LING])
-def test_vllms_class_of_ling_ends_at_its_draft_layer(name: str, rows: Mapping[str, Row]) -> None:
+def test_vllms_class_of_ling_ends_at_its_draft_layer(name, rows):
     assert "There is no module or parameter named 'layers.12' in BailingMoeModel" in str(rows[name][0])
 
 
 @pytest.mark.parametrize("label", REFUSED)
-def test_what_vllm_refuses_is_not_served(label: str, rows: Mapping[str, Row]) -> None:
+def test_what_vllm_refuses_is_not_served(label, rows):
     assert "'>' not supported between instances of 'NoneType' and 'int'" in str(rows[label][0])

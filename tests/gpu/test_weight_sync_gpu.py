@@ -1,7 +1,6 @@
 """Weight updates of real SGLang servers on a GPU: what arrived passes, and each planted fault is named."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ ON_SEVERAL_RANKS = ("moe", "mla")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(request, tmp_path_factory):
     """Tensor parallel size, results by step, the end of the logs, and the directory of each model."""
     if request.param > torch.cuda.device_count():
         pytest.skip(f"needs {request.param} GPUs")
@@ -35,19 +34,19 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, results, log, paths
 
 
-def step(found: Any, name: str) -> dict[str, Any]:
+def step(found, name):
     _, results, log, _ = found
     assert name in results, log
-    return results[name]  # type: ignore[no-any-return]
+    return results[name]
 
 
-def skipped(name: str, found: Any) -> None:
+def skipped(name, found):
     if name not in found[3]:
         pytest.skip("run with one GPU an engine")
 
 
 @pytest.mark.parametrize("name", SYNCED)
-def test_sound_updates_pass_and_ten_faults_are_named(name: str, found: Any) -> None:
+def test_sound_updates_pass_and_ten_faults_are_named(name, found):
     skipped(name, found)
     tensors = tensors_of(found[3][name])
     assert len(faults_of(tensors)) + 1 >= 10  # and sleep
@@ -57,14 +56,14 @@ def test_sound_updates_pass_and_ten_faults_are_named(name: str, found: Any) -> N
 
 
 @pytest.mark.parametrize("name", SYNCED)
-def test_weights_lost_while_memory_was_released_are_named(name: str, found: Any) -> None:
+def test_weights_lost_while_memory_was_released_are_named(name, found):
     skipped(name, found)
     assert step(found, f"{name}: resumed")["raised"] == ""
     assert "lost" in step(found, f"{name}: {SLEEP}")["raised"]
     assert step(found, f"{name}: after {SLEEP}")["raised"] == ""
 
 
-def test_a_mixture_of_experts_is_compared_by_value(found: Any) -> None:
+def test_a_mixture_of_experts_is_compared_by_value(found):
     """Embedding, output layer and last norm; in each layer two norms, those of q and k, qkv, o, router, and experts."""
     result = step(found, "moe: 1")
     assert result["by_value"] == (3 + LAYERS * 9) * found[0] * (2 if found[0] == 1 else 1)
@@ -72,7 +71,7 @@ def test_a_mixture_of_experts_is_compared_by_value(found: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["moe", "mla"])
-def test_exchanged_experts_and_a_dropped_bucket_are_named_alone(model: str, found: Any) -> None:
+def test_exchanged_experts_and_a_dropped_bucket_are_named_alone(model, found):
     exchanged, dropped = (
         step(found, f"{model}: {fault}")["raised"] for fault in ("experts exchanged", "a bucket dropped")
     )
@@ -83,21 +82,21 @@ def test_exchanged_experts_and_a_dropped_bucket_are_named_alone(model: str, foun
 
 
 @pytest.mark.parametrize("model", SYNCED)
-def test_old_version_is_named(model: str, found: Any) -> None:
+def test_old_version_is_named(model, found):
     skipped(model, found)
     result = step(found, f"{model}: old version")
     assert "has weight version 96, not 97" in result["raised"], result
     assert "not as sent" not in result["raised"]
 
 
-def test_projections_that_buckets_tear_apart_are_named(found: Any) -> None:
+def test_projections_that_buckets_tear_apart_are_named(found):
     """SGLang 0.5.16 fuses q_a_proj and kv_a_proj_with_mqa only where both come in one call, and drops them else."""
     result = step(found, "mla: layers cut")
     assert re.search(r"layers\.\d+\.self_attn\.fused_qkv_a_proj_with_mqa\.weight", result["raised"]), result
     assert "mlp" not in result["raised"]
 
 
-def test_engine_that_missed_an_update_is_named(found: Any) -> None:
+def test_engine_that_missed_an_update_is_named(found):
     if found[0] > 1:
         pytest.skip("two engines run where one GPU is enough for each")
     url = found[1].get("moe: last engine")
@@ -106,7 +105,7 @@ def test_engine_that_missed_an_update_is_named(found: Any) -> None:
     assert all(line.startswith(url) for line in result["details"])
 
 
-def test_repacked_experts_are_compared_by_change(found: Any) -> None:
+def test_repacked_experts_are_compared_by_change(found):
     skipped("int4", found)
     first, second = (step(found, f"int4: {version}") for version in (1, 2))
     assert first["by_change"] == 0

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from families import CASES, case
@@ -37,7 +36,7 @@ _ANY = {
     "diff": "diff in {sound}/hf",
     "manifest": "manifest in --output out/manifest.json",
 }
-COMMANDS: dict[str, dict[str, str]] = {
+COMMANDS = {
     "hf": {
         **_ANY,
         "inspect": "inspect in --json",
@@ -85,7 +84,7 @@ WITHOUT_CONTROL = ("rollout", "legacy", "code", "ignore")
 SCRIPT = "A=1\npython3 train.py --hf-checkpoint {sound}/hf\n"
 
 
-def make_bases(root: Path) -> None:
+def make_bases(root):
     small = replace(CASES["qwen3_moe"], config=lambda: Qwen3MoeConfig(**_SIZES, norm_topk_prob=True))
     case.save("qwen3_moe", small, root / "hf", torch.bfloat16, shard_size="180KB")
     Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(root / "hf" / "tokenizer.json"))  # noqa: S106
@@ -104,12 +103,12 @@ def make_bases(root: Path) -> None:
         (root / name).mkdir()
 
 
-def linked(source: Path, target: Path) -> None:
+def linked(source, target):
     """Copies a directory by links to its files, which are replaced in it and never written into."""
     shutil.copytree(source, target, copy_function=os.link)
 
 
-def commands(base: str, sound: Path, **values: str) -> dict[str, list[str]]:
+def commands(base, sound, **values):
     """The words of each verb that a base is given to."""
     return {
         verb: [word.format(sound=sound, **values) for word in words.split(" ")]

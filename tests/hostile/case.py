@@ -24,11 +24,11 @@ class Case:
     passing: tuple[str, ...] = ()
 
 
-def put(file: Path, content: bytes | str) -> None:
+def put(file, content):
     """Puts a file in place of another. Those of a copy are links to the sound ones, and are not written into."""
     file.unlink(missing_ok=True)
     file.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def edit_json(file: Path, **changes: object) -> None:
+def edit_json(file, **changes):
     put(file, json.dumps(json.loads(file.read_bytes()) | changes))

@@ -1,7 +1,6 @@
 """Calls a hook of a job on an input, as a trainer does: `hook NAME INPUT SOUND`, with the release that it trains."""
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.app.hooks import check_launch
@@ -12,7 +11,7 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.hooks import after_init, after_save, after_weight_write
 
 
-def call(words: Sequence[str]) -> int:
+def call(words):
     """Calls the hook. Prints what it raises as its traceback ends, and returns 1; else 0."""
     name, given, sound = words
     trained = Namespace(hf_checkpoint=sound)

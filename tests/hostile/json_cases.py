@@ -1,14 +1,11 @@
 """JSON that is deep, huge, ambiguous or no JSON, and configs with values that no model has."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from hostile.case import Case, edit_json, put
 
-TEXTS: dict[str, bytes] = {
+TEXTS = {
     "nested lists": b"[" * 100_000,
     "closed nesting": b'{"a":' * 200 + b"1" + b"}" * 200,
     "integer of a million digits": b'{"vocab_size": ' + b"9" * 1_000_000 + b"}",
@@ -24,25 +21,25 @@ TEXTS: dict[str, bytes] = {
     "control characters": b'{"a": "\x1b[2J"}',
     "python": b"__import__('os').system('touch ran')",
 }
-QUANTIZATION: dict[str, Any] = {
+QUANTIZATION = {
     "a number": 7,
     "empty": {},
     "unknown method": {"quant_method": "os.system"},
 }
-WEIGHTS: dict[str, Any] = {
+WEIGHTS = {
     "group_size 2^70": {"group_size": 1 << 70},
     "num_bits 10^30": {"num_bits": 10**30},
     "type is a list": {"type": ["int"]},
     "strategy is code": {"strategy": "__import__('os')"},
 }
 # What stands in hf_quant_config.json beside INT4 of compressed-tensors.
-SECOND: dict[str, bytes] = {
+SECOND = {
     "a list": b"[]",
     "unfinished": b'{"quantization":',
     "of ModelOpt": b'{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}',
     "nested lists": b'{"quantization": ' + b"[" * 100_000,
 }
-PATTERNS: dict[str, Any] = {
+PATTERNS = {
     "nested repetition": "re:(a+)+$",
     "deep nesting": "re:" + "(" * 900 + "a" + ")" * 900,
     "repetition overflow": "re:a{99999999999999999999}",
@@ -52,7 +49,7 @@ PATTERNS: dict[str, Any] = {
     "longer than allowed": "re:" + "a" * 100_000,
 }
 _MANY = 3_000
-MANY: dict[str, str] = {
+MANY = {
     "modules": "model.layers.{}.mlp.gate_proj",
     "long": "a" * 500 + "{}",
     "newlines": "model\n{}",
@@ -60,15 +57,15 @@ MANY: dict[str, str] = {
 }
 
 
-def _text(name: str, content: bytes, root: Path) -> None:
+def _text(name, content, root):
     put(root / name, content)
 
 
-def _value(key: str, value: Any, root: Path) -> None:
+def _value(key, value, root):
     edit_json(root / "config.json", **{key: value})
 
 
-def _scheme(where: str, value: Any, root: Path) -> None:
+def _scheme(where, value, root):
     config = json.loads((root / "config.json").read_bytes())
     quantization = config["quantization_config"]
     if where == "weights":
@@ -80,11 +77,11 @@ def _scheme(where: str, value: Any, root: Path) -> None:
     edit_json(root / "config.json", quantization_config=quantization)
 
 
-def _pattern(entry: str, root: Path) -> dict[str, str]:
+def _pattern(entry, root):
     return {"pattern": entry}
 
 
-def cases() -> Iterator[Case]:
+def cases():
     for what, content in TEXTS.items():
         make = partial(_text, "config.json", content)
         yield Case(f"config.json is {what}", "hf", make, r"config\.json")

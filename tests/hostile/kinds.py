@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hostile.case import Case
 _TERABYTE = 1 << 40
 # Each file: its base, and the verbs that read it; those that may pass.
 File = tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]
-FILES: dict[str, File] = {
+FILES = {
     "config": ("hf", "config.json", None, ()),
     "index": ("hf", "model.safetensors.index.json", None, ("arguments", "after_init")),
     "shard": (
@@ -43,7 +42,7 @@ FILES: dict[str, File] = {
 }
 
 # Files that no verb but those that copy and digest them looks into.
-CARRIED: dict[str, File] = {
+CARRIED = {
     "chat template": (
         "hf",
         "chat_template.jinja",
@@ -56,19 +55,19 @@ CARRIED: dict[str, File] = {
 }
 
 
-def _socket(file: Path) -> None:
+def _socket(file):
     with socket.socket(socket.AF_UNIX) as one:
         folder = os.open(file.parent, os.O_RDONLY)
         one.bind(f"/proc/self/fd/{folder}/{file.name}")  # a socket's path has at most 107 bytes
         os.close(folder)
 
 
-def _endless(file: Path) -> None:
+def _endless(file):
     with file.open("wb") as sparse:
         sparse.truncate(_TERABYTE)
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
+KINDS = {
     "pipe": os.mkfifo,
     "socket": _socket,
     "directory": Path.mkdir,
@@ -84,14 +83,14 @@ _HARMLESS |= {(kind, what) for kind in ("empty file", "directory") for what in C
 _HARMLESS |= {(kind, what) for kind in ("link to nothing", "link to itself", "terabyte of zeros") for what in CARRIED}
 
 
-def _replaced(name: str, make: Callable[[Path], object], root: Path) -> None:
+def _replaced(name, make, root):
     file = root / name
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     make(file)
 
 
-def cases(files: Mapping[str, File]) -> Iterator[Case]:
+def cases(files):
     for what, (base, name, verbs, passing) in files.items():
         for kind, make in KINDS.items():
             if (kind, what) in _HARMLESS:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +38,7 @@ _FOLDERS = {
 }
 
 
-def _linked(name: str, target: Callable[[Path], Path], root: Path) -> None:
+def _linked(name, target, root):
     (root.parent / BESIDE).write_text('{"a secret": 1}')
     file = root / name
     file.parent.mkdir(exist_ok=True)
@@ -47,7 +46,7 @@ def _linked(name: str, target: Callable[[Path], Path], root: Path) -> None:
     file.symlink_to(target(root))
 
 
-def _folder(name: str, root: Path) -> None:
+def _folder(name, root):
     moved = root.parent / "outside" / "folder"
     if (root / name).exists():
         shutil.move(root / name, moved)
@@ -56,31 +55,31 @@ def _folder(name: str, root: Path) -> None:
     (root / name).symlink_to(moved)
 
 
-def _chain(root: Path) -> None:
+def _chain(root):
     _linked("z.json", _TARGETS["a file beside the input"], root)
     (root / "y.json").symlink_to("z.json")
     (root / "x.json").symlink_to("y.json")
 
 
-def _hidden(name: str, root: Path) -> None:
+def _hidden(name, root):
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text("url = https://user:token@example.org")
     (root / "x.json").symlink_to(name)
 
 
-def _around(target: str, root: Path) -> None:
+def _around(target, root):
     (root / "figures").mkdir()
     (root / "figures" / "again").symlink_to(target)
 
 
-def _in_linked_folder(root: Path) -> None:
+def _in_linked_folder(root):
     """A link that leads out, in a folder that is reached by a link that does not."""
     (root / "figures").mkdir()
     (root / "additional_chat_templates").symlink_to("figures")
     _linked("figures/x.jinja", _TARGETS["a file of the system"], root)
 
 
-def _as_snapshot(target: str, root: Path) -> None:
+def _as_snapshot(target, root):
     """A snapshot of the hub's cache, with one file that is no blob of its model."""
     cache = root.parent / "outside" / "cache"
     snapshot = cache / "models--org--a" / "snapshots" / "0123"
@@ -94,7 +93,7 @@ def _as_snapshot(target: str, root: Path) -> None:
     root.symlink_to(snapshot)
 
 
-def cases() -> Iterator[Case]:
+def cases():
     """A link in place of each file and folder, to each target in turn; and the roundabout ones."""
     targets = list(_TARGETS.items())
     number = 0
@@ -123,24 +122,24 @@ def cases() -> Iterator[Case]:
         yield Case(f"snapshot with a link to {target}", "hf", made, r"x\.json is a link to")
 
 
-def _inside(name: str, to: str, root: Path) -> None:
+def _inside(name, to, root):
     (root / to).parent.mkdir(exist_ok=True)
     os.rename(root / name, root / to)
     (root / name).symlink_to(os.path.relpath(root / to, (root / name).parent))
 
 
-def _folder_inside(root: Path) -> None:
+def _folder_inside(root):
     (root / "figures").mkdir()
     (root / "figures" / "x.png").write_text("x")
     (root / "pictures").symlink_to("figures")
 
 
-def _argument(root: Path) -> None:
+def _argument(root):
     root.rename(root.parent / "outside" / "in")
     root.symlink_to(root.parent / "outside" / "in")
 
 
-def _snapshot(root: Path) -> None:
+def _snapshot(root):
     """As the hub's client keeps it, reached by a link."""
     home = root.parent / "cache" / "models--org--a"
     snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
@@ -154,7 +153,7 @@ def _snapshot(root: Path) -> None:
 
 
 # Base, and what is made of a sound input that stays sound.
-SOUND: dict[str, tuple[str, Callable[[Path], object]]] = {
+SOUND = {
     "file": ("hf", partial(_inside, "tokenizer.json", "files/t.json")),
     "shard": ("hf", partial(_inside, _SHARD, "weights/1")),
     "folder": ("hf", _folder_inside),

@@ -2,17 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from hypothesis import strategies as st
 
 from hostile.case import put
 
 # What may stand where another value stood. Some are no JSON that others read.
-VALUES: Mapping[str, str] = {
+VALUES = {
     "null": "null",
     "true": "true",
     "empty text": '""',
@@ -59,12 +56,12 @@ class Mutation:
     place: int
     into: str
 
-    def apply(self, root: Path) -> None:
+    def apply(self, root):
         """Makes it in a copy whose files are links to sound ones, which are not written into."""
         _APPLY[self.kind](root, self.place, self.into)
 
 
-def mutations() -> st.SearchStrategy[tuple[Mutation, ...]]:
+def mutations():
     place = st.integers(0, 9_999)
     one = st.one_of(
         st.builds(Mutation, st.just("value"), place, st.sampled_from([*VALUES, "delete", "duplicate", "rename"])),
@@ -76,18 +73,18 @@ def mutations() -> st.SearchStrategy[tuple[Mutation, ...]]:
     return st.lists(one, min_size=1, max_size=2).map(tuple)
 
 
-def _files(root: Path, ending: str = "") -> list[Path]:
+def _files(root, ending=""):
     return sorted(path for path in root.rglob(f"*{ending}") if path.is_file() and not path.is_symlink())
 
 
-def _places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _places(content, path=()):
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in items:
         yield (*path, key)
         yield from _places(value, (*path, key))
 
 
-def _dump(content: Any, place: tuple[Any, ...], into: str) -> str:
+def _dump(content, place, into):
     """The content as JSON text, with a value changed. JSON libraries write neither a key twice nor most of VALUES."""
     holder = content
     for key in place[:-1]:
@@ -113,7 +110,7 @@ def _dump(content: Any, place: tuple[Any, ...], into: str) -> str:
     )
 
 
-def _value(root: Path, place: int, into: str) -> None:
+def _value(root, place, into):
     files = _files(root, ".json")
     if not files:
         return
@@ -126,7 +123,7 @@ def _value(root: Path, place: int, into: str) -> None:
         put(file, _dump(content, places[place % len(places)], into))
 
 
-def _header(root: Path, place: int, change: Callable[[dict[str, Any], str], str]) -> None:
+def _header(root, place, change):
     files = _files(root, ".safetensors")
     if not files:
         return
@@ -142,7 +139,7 @@ def _header(root: Path, place: int, change: Callable[[dict[str, Any], str], str]
     put(file, len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
-def _entry(root: Path, place: int, into: str) -> None:
+def _entry(root, place, into):
     key, _, item = ENTRY_KEYS[place % len(ENTRY_KEYS)].partition(" ")
     if into in ("delete", "duplicate"):
         _header(root, place, lambda header, name: _dump(header, (name,), into))
@@ -150,11 +147,11 @@ def _entry(root: Path, place: int, into: str) -> None:
         _header(root, place, lambda header, name: _dump(header, (name, key, *([int(item)] if item else [])), into))
 
 
-def _tensor_name(root: Path, place: int, into: str) -> None:
+def _tensor_name(root, place, into):
     _header(root, place, lambda header, name: json.dumps({into if key == name else key: header[key] for key in header}))
 
 
-def _file(root: Path, place: int, into: str) -> None:
+def _file(root, place, into):
     files = _files(root)
     if not files:
         return
@@ -182,14 +179,14 @@ def _file(root: Path, place: int, into: str) -> None:
         file.write_bytes(made[into])
 
 
-def _file_name(root: Path, place: int, into: str) -> None:
+def _file_name(root, place, into):
     files = _files(root)
     if files:
         file = files[place % len(files)]
         file.rename(file.with_name(f"{into[:100]}{file.suffix}"))
 
 
-_APPLY: Mapping[str, Callable[[Path, int, str], None]] = {
+_APPLY = {
     "value": _value,
     "entry": _entry,
     "tensor name": _tensor_name,

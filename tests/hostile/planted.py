@@ -2,7 +2,6 @@
 
 import sys
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 # What is imported first, in place of the real one, tells it and steps aside, so that the run goes on.
 _MODULE = """
@@ -22,11 +21,11 @@ NAMES = sorted(
 )
 
 
-def plant(folder: Path, marks: Path) -> None:
+def plant(folder, marks):
     """Writes a module of each of `NAMES` into a folder; one that is imported writes its name into the file `marks`."""
     for name in NAMES:
         (folder / f"{name}.py").write_text(_MODULE.format(marks=str(marks)))
 
 
-def ran(marks: Path) -> list[str]:
+def ran(marks):
     return marks.read_text().split() if marks.exists() else []

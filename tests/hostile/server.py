@@ -11,9 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from click.testing import CliRunner
@@ -30,7 +28,7 @@ _FORBIDDEN = {
     *("pickle.find_class", "socket.connect", "socket.bind", "code.__new__"),
 }
 # What changes files: how many of its arguments are paths, and which one is the directory they are relative to.
-_CHANGES: dict[str, tuple[int, int | None]] = {
+_CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir"), (1, 1)),
     "os.mkdir": (1, 2),
     **dict.fromkeys(("os.rename", "os.link", "os.symlink"), (2, None)),
@@ -41,13 +39,13 @@ _CHANGES: dict[str, tuple[int, int | None]] = {
 class Watch:
     """An audit hook that notes what a verb must not do in its directory `root`."""
 
-    def __init__(self, root: Path, words: Sequence[str]) -> None:
+    def __init__(self, root, words):
         self.seen: list[str] = []
         self._root = str(root)
         fixed = ("in/config.json", "in/.config.json.") if "--fix" in words else ()
         self._writable = tuple(f"{root / name}" for name in ("out", "tmp", *fixed))
 
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, event, arguments):
         if event in _FORBIDDEN:
             self.seen.append(f"{event} {arguments!r:.200}")
         elif event == "open" and arguments[2] & _WRITES and not isinstance(arguments[0], int):
@@ -63,15 +61,15 @@ class Watch:
                 if not isinstance(path, int):
                     self._written(event, os.path.join(at, os.fsdecode(path)))
 
-    def _written(self, event: str, path: Any) -> None:
+    def _written(self, event, path):
         if not self._absolute(path).startswith((*self._writable, "/dev/null", "/proc/self/fd/")):
             self.seen.append(f"{event} {path!r}")
 
-    def _absolute(self, path: Any) -> str:
+    def _absolute(self, path):
         return os.path.join(self._root, os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
 
 
-def _child(words: Sequence[str], root: Path) -> None:
+def _child(words, root):
     """Runs one verb as the command line does. Does not return."""
     # In a fork torch makes its pool of threads anew at the first call; of threads that call at once some find none.
     torch.set_num_threads(1)
@@ -101,7 +99,7 @@ def _child(words: Sequence[str], root: Path) -> None:
         os._exit(code)
 
 
-def _run(words: Sequence[str], root: Path) -> dict[str, Any]:
+def _run(words, root):
     child = os.fork()
     if not child:
         _child(words, root)
@@ -118,7 +116,7 @@ def _run(words: Sequence[str], root: Path) -> dict[str, Any]:
     }
 
 
-def serve() -> None:
+def serve():
     requests = (json.loads(line) for line in sys.stdin)
     for words in next(requests):
         CliRunner().invoke(cli, words, standalone_mode=False)

@@ -7,10 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from click import Context
@@ -22,8 +19,8 @@ from support.processes import environment
 from ckptkit.app.cli import LazyGroup, cli
 from hostile import json_cases, kinds, links, texts, weights
 from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_bases
-from hostile.case import RAN, Case
-from hostile.mutations import Mutation, mutations
+from hostile.case import RAN
+from hostile.mutations import mutations
 
 _MADE = (kinds.cases(kinds.FILES), json_cases.cases(), weights.cases(), texts.cases(), links.cases())
 CASES = {one.name: one for several in (*_MADE, kinds.cases(kinds.CARRIED)) for one in several}
@@ -45,7 +42,7 @@ class Ran:
 
 
 class Runner:
-    def __init__(self, sound: Path, scratch: Path) -> None:
+    def __init__(self, sound, scratch):
         self.sound, self._scratch = sound, scratch
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "hostile.server"],
@@ -57,7 +54,7 @@ class Runner:
         warming = [words for base in COMMANDS if base not in WITHOUT_CONTROL for words in self._warming(base)]
         self._send(warming)
 
-    def _warming(self, base: str) -> Iterator[list[str]]:
+    def _warming(self, base):
         for verb, words in commands(base, self.sound).items():
             if verb == "like":  # it starts threads of torch, which forks have no use of
                 continue
@@ -71,22 +68,22 @@ class Runner:
                 for word in words
             ]
 
-    def _send(self, request: Any) -> None:
+    def _send(self, request):
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
 
-    def run(self, words: list[str], root: Path) -> Ran:
+    def run(self, words, root):
         self._send([words, str(root)])
         assert self._process.stdout is not None
         return Ran(**json.loads(self._process.stdout.readline()), fixed="--fix" in words)
 
-    def end(self) -> None:
+    def end(self):
         self._process.communicate()
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(tmp_path_factory):
     root = tmp_path_factory.mktemp("hostile")
     sound, scratch = root / "sound", root / "scratch"
     sound.mkdir()
@@ -98,7 +95,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
+def here(tmp_path):
     """The directory in which verbs run: they may write into `out` and `tmp`, and may not look into `outside`."""
     for name in ("out", "tmp", "outside"):
         (tmp_path / name).mkdir()
@@ -106,9 +103,9 @@ def here(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def tree(root: Path) -> Tree:
+def tree(root):
     """Kind, size and time of last change of everything below a directory but `out`."""
-    found: Tree = {}
+    found = {}
     for folder, folders, files in os.walk(root):
         if folder == str(root):
             folders.remove("out")
@@ -120,7 +117,7 @@ def tree(root: Path) -> Tree:
     return found
 
 
-def faults(ran: Ran, here: Path, before: Tree) -> list[str]:
+def faults(ran, here, before):
     """What no verb may do on any input, as lines for people."""
     found = [f"exit code {ran.code}"] if ran.code not in (0, 1, 2) else []
     found += ran.seen
@@ -139,13 +136,13 @@ def faults(ran: Ran, here: Path, before: Tree) -> list[str]:
     return found
 
 
-def refused(one: Case, verb: str, ran: Ran) -> list[str]:
+def refused(one, verb, ran):
     if ran.code == 0:
         return [] if verb in one.passing else ["it passed"]
     return [] if re.search(one.said, ran.said) or verb in one.passing else [f"it does not say {one.said!r}"]
 
 
-def check_passes(base: str, runner: Runner, here: Path, make: Callable[[Path], object] = lambda root: None) -> None:
+def check_passes(base, runner, here, make=lambda root: None):
     linked(runner.sound / base, here / "in")
     make(here / "in")
     before = tree(here)
@@ -160,24 +157,24 @@ def check_passes(base: str, runner: Runner, here: Path, make: Callable[[Path], o
 
 
 @pytest.mark.parametrize("base", [base for base in COMMANDS if base not in WITHOUT_CONTROL])
-def test_sound_input_passes_every_verb(base: str, runner: Runner, here: Path) -> None:
+def test_sound_input_passes_every_verb(base, runner, here):
     check_passes(base, runner, here)
 
 
 @pytest.mark.parametrize("name", links.SOUND)
-def test_links_that_stay_in_the_checkpoint_pass(name: str, runner: Runner, here: Path) -> None:
+def test_links_that_stay_in_the_checkpoint_pass(name, runner, here):
     base, make = links.SOUND[name]
     check_passes(base, runner, here, make)
 
 
-def chosen(one: Case) -> list[str]:
+def chosen(one):
     """The verbs that a case is given to: one in turn, so that every verb has many; all of them with ALL_VERBS."""
     verbs = list(one.verbs or COMMANDS[one.base])
     first = list(CASES).index(one.name) * _EACH
     return verbs if ALL_VERBS else list(dict.fromkeys(verbs[(first + more) % len(verbs)] for more in range(_EACH)))
 
 
-def test_every_verb_is_given_many_hostile_inputs() -> None:
+def test_every_verb_is_given_many_hostile_inputs():
     given = Counter(words.split()[0] for one in CASES.values() for words in _words(one))
     verbs = set(LazyGroup().list_commands(Context(cli))) - {"doctor", "gate"}  # which read no file that is given
     assert set(given) == verbs | {"hook"}
@@ -185,17 +182,17 @@ def test_every_verb_is_given_many_hostile_inputs() -> None:
     assert len(CASES) >= 150
 
 
-def _words(one: Case) -> list[str]:
+def _words(one):
     return [COMMANDS[one.base][verb] for verb in chosen(one)]
 
 
 @pytest.mark.parametrize("name", daily(CASES, list(CASES)[::5]))
-def test_hostile_input_is_refused_cleanly(name: str, runner: Runner, here: Path) -> None:
+def test_hostile_input_is_refused_cleanly(name, runner, here):
     one = CASES[name]
     linked(runner.sound / one.base, here / "in")
     values = one.make(here / "in")
     before = tree(here)
-    wrong: dict[str, object] = {}
+    wrong = {}
     said = values if isinstance(values, dict) else {}
     every = commands(one.base, runner.sound, **said)
     for verb in chosen(one):
@@ -217,24 +214,24 @@ _VERIFIED = ("verify in", "verify in --json")
 _LIMIT_S = 5.0
 
 
-def empty_findings(printed: str) -> list[str]:
+def empty_findings(printed):
     if not printed.startswith("{"):
         return []
     report, _ = json.JSONDecoder().raw_decode(printed)
     return [str(one) for one in report["findings"] if not (one["expected"].strip() and one["actual"].strip())]
 
 
-def test_mutated_checkpoint_breaks_no_promise(runner: Runner, tmp_path: Path) -> None:
-    wrong: dict[str, object] = {}
-    distinct: set[object] = set()
-    codes: Counter[int] = Counter()
+def test_mutated_checkpoint_breaks_no_promise(runner, tmp_path):
+    wrong = {}
+    distinct = set()
+    codes = Counter()
 
     examples, enough = (1_000, 600) if ALL_VERBS else (120, 62)
     plain = settings(max_examples=examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
 
     @plain
     @given(st.sampled_from(list(_MUTATED)), mutations())
-    def mutate(base: str, changes: tuple[Mutation, ...]) -> None:
+    def mutate(base, changes):
         if (base, changes) in distinct or len(distinct) == enough:
             return
         here = tmp_path / f"input-{len(distinct)}"

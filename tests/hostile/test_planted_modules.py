@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 from support.installed import require_megatron
 from support.nightly import daily
 from support.processes import environment
@@ -31,7 +30,7 @@ VERBS = {
 
 
 @pytest.fixture
-def here(releases: PathOf, tmp_path: Path) -> Path:
+def here(releases, tmp_path):
     """A checkpoint with a module of every name, and of those of its own that a user may have."""
     path = Path(shutil.copytree(releases("qwen3_moe"), tmp_path / "here"))
     plant(path, tmp_path / "marks")
@@ -40,7 +39,7 @@ def here(releases: PathOf, tmp_path: Path) -> Path:
     return path
 
 
-def ckptkit(words: str, here: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+def ckptkit(words, here, path=""):
     """Runs the command as it is installed: a script in a directory of its own. `path` is more of PYTHONPATH."""
     script, out = here.parent / "bin" / "ckptkit", here.parent / "out"
     for folder in (script.parent, out):
@@ -53,13 +52,13 @@ def ckptkit(words: str, here: Path, path: str = "") -> subprocess.CompletedProce
     return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, check=False)
 
 
-def test_modules_of_all_that_a_witness_imports_are_planted() -> None:
+def test_modules_of_all_that_a_witness_imports_are_planted():
     needed = {"torch", "ctypes", "json", "numpy", "transformers", "sglang", "triton", "numba", "ray", "megatron"}
     assert needed | {"ckptkit", "runpy", "multiprocessing"} <= {*NAMES}
 
 
 @pytest.mark.parametrize("verb", daily(VERBS, ["convert", "verify", "launch"]))
-def test_no_verb_imports_what_is_next_to_the_weights(verb: str, here: Path, tmp_path: Path) -> None:
+def test_no_verb_imports_what_is_next_to_the_weights(verb, here, tmp_path):
     done = ckptkit(VERBS[verb], here)
     assert ran(tmp_path / "marks") == []
     assert done.returncode in (0, 1, 2)
@@ -69,7 +68,7 @@ def test_no_verb_imports_what_is_next_to_the_weights(verb: str, here: Path, tmp_
 
 
 @pytest.mark.sglang
-def test_sglang_imports_nothing_that_is_next_to_the_weights(here: Path, tmp_path: Path) -> None:
+def test_sglang_imports_nothing_that_is_next_to_the_weights(here, tmp_path):
     done = ckptkit("verify . --against-sglang --report ../report.json", here)
     assert ran(tmp_path / "marks") == []
     report = json.loads((tmp_path / "report.json").read_text())
@@ -77,9 +76,7 @@ def test_sglang_imports_nothing_that_is_next_to_the_weights(here: Path, tmp_path
     assert "CK501" in {check["code"] for check in report["checks"] if check["status"] == "passed"}
 
 
-def test_megatron_imports_nothing_that_is_next_to_the_weights(
-    converted: PathOf, tmp_path: Path, releases: PathOf
-) -> None:
+def test_megatron_imports_nothing_that_is_next_to_the_weights(converted, tmp_path, releases):
     require_megatron()
     here = Path(shutil.copytree(converted("qwen2-tied"), tmp_path / "here"))
     plant(here, tmp_path / "marks")
@@ -88,7 +85,7 @@ def test_megatron_imports_nothing_that_is_next_to_the_weights(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_workers_of_ray_import_nothing_that_is_next_to_the_weights(here: Path, tmp_path: Path) -> None:
+def test_workers_of_ray_import_nothing_that_is_next_to_the_weights(here, tmp_path):
     pytest.importorskip("ray")
     done = ckptkit("quantize . ../made --group-size 32 --ray local --workers 1", here)
     assert ran(tmp_path / "marks") == []
@@ -96,7 +93,7 @@ def test_workers_of_ray_import_nothing_that_is_next_to_the_weights(here: Path, t
     assert (tmp_path / "made" / "config.json").exists()
 
 
-def test_settings_of_numba_that_are_next_to_the_weights_are_refused(here: Path, tmp_path: Path) -> None:
+def test_settings_of_numba_that_are_next_to_the_weights_are_refused(here, tmp_path):
     (here / ".numba_config.yaml").write_text("cache_locator_classes: evil.Locator\n")
     done = ckptkit(VERBS["quantize"], here)
     assert done.returncode == 2

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.libraries import ask_here
@@ -13,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from ckptkit.verify.evidence.side.compare import side_differences
-from ckptkit.verify.evidence.side_files import SideDifference, SideFiles
+from ckptkit.verify.evidence.side_files import SideFiles
 
 Change = Callable[[Path], object]
 SPLIT = (
@@ -25,17 +24,17 @@ SPECIAL = {300: "<|endoftext|>", 301: "<|im_start|>", 302: "<|im_end|>"}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
-def read(path: Path, file: str) -> Any:
+def read(path, file):
     return json.loads((path / file).read_text()) if (path / file).exists() else {}
 
 
-def write(path: Path, file: str, content: Any) -> None:
+def write(path, file, content):
     (path / file).parent.mkdir(parents=True, exist_ok=True)
     (path / file).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def changed(file: str, change: Callable[[Any], object]) -> Change:
-    def apply(path: Path) -> None:
+def changed(file, change):
+    def apply(path):
         content = read(path, file)
         change(content)
         write(path, file, content)
@@ -43,24 +42,24 @@ def changed(file: str, change: Callable[[Any], object]) -> Change:
     return apply
 
 
-def tokenizer(**changes: Any) -> Change:
+def tokenizer(**changes):
     return changed("tokenizer.json", lambda content: content.update(changes))
 
 
-def inside(change: Callable[[Any], object]) -> Change:
+def inside(change):
     return changed("tokenizer.json", change)
 
 
-def settings(file: str = "tokenizer_config.json", /, **changes: Any) -> Change:
+def settings(file="tokenizer_config.json", /, **changes):
     return changed(file, lambda content: content.update(changes))
 
 
-def added(file: str, content: Any = "x") -> Change:
+def added(file, content="x"):
     return lambda path: write(path, file, content)
 
 
-def linked(file: str, target: str) -> Change:
-    def apply(path: Path) -> None:
+def linked(file, target):
+    def apply(path):
         (path / target).write_text("y")
         (path / file).unlink(missing_ok=True)
         (path / file).symlink_to(path / target)
@@ -68,11 +67,11 @@ def linked(file: str, target: str) -> Change:
     return apply
 
 
-def lost(*files: str) -> Change:
+def lost(*files):
     return lambda path: [(path / file).unlink() for file in files]
 
 
-def byte_level() -> dict[str, Any]:
+def byte_level():
     vocab = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
     merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["t", "h"], ["o", "r"], ["\u0120", "th"]]
     merges += [["1", "2"], ["12", "3"], ["\u010a", "\u010a"]]
@@ -104,7 +103,7 @@ def byte_level() -> dict[str, Any]:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "source"
     path.mkdir()
     own = byte_level()
@@ -136,10 +135,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compare(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SideDifference]]:
+def compare(source, tmp_path, monkeypatch):
     """`compare(change)`: how a changed copy of the source differs from it."""
 
-    def differences(change: Change) -> list[SideDifference]:
+    def differences(change):
         ask_here(monkeypatch, tmp_path)
         copy = shutil.copytree(source, tmp_path / "copy")
         change(copy)
@@ -156,21 +155,21 @@ BEGIN = {
 }
 
 
-def replaced(text: str, content: str) -> Mapping[str, Any]:
+def replaced(text, content):
     return {"type": "Replace", "pattern": {"String": text}, "content": content}
 
 
-def swap(content: Any) -> None:
+def swap(content):
     vocab = content["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
 
 
-def flag(name: str, value: bool) -> Change:
+def flag(name, value):
     return inside(lambda content: content["added_tokens"][1].update({name: value}))
 
 
-def in_split(old: str, new: str) -> Change:
-    def change(content: Any) -> None:
+def in_split(old, new):
+    def change(content):
         pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]
         pattern["Regex"] = pattern["Regex"].replace(old, new)
 
@@ -178,7 +177,7 @@ def in_split(old: str, new: str) -> Change:
 
 
 # What a finding names, and what is done to tokenizer.json.
-TOKENIZERS: list[tuple[str, Change]] = [
+TOKENIZERS = [
     ("pre_tokenizer.type is 'Whitespace' but 'Sequence'", tokenizer(pre_tokenizer={"type": "Whitespace"})),
     ("pre_tokenizer is missing", tokenizer(pre_tokenizer=None)),
     ("Regex", in_split(r"|\p{N}|", r"|\p{N}{1,3}|")),
@@ -207,7 +206,7 @@ TOKENIZERS: list[tuple[str, Change]] = [
     ("model.dropout is 0.9", inside(lambda content: content["model"].update(dropout=0.9))),
 ]
 # A file, words of what a finding says of it, and what is done.
-OTHERS: list[tuple[str, str, Change]] = [
+OTHERS = [
     ("tokenizer_config.json", "tokenizer_class is 'LlamaTokenizer'", settings(tokenizer_class="LlamaTokenizer")),
     ("tokenizer_config.json", "add_prefix_space is True but False", settings(add_prefix_space=True)),
     ("tokenizer_config.json", "clean_up_tokenization_spaces", settings(clean_up_tokenization_spaces=True)),
@@ -282,13 +281,13 @@ OTHERS: list[tuple[str, str, Change]] = [
 ]
 
 
-def saved_again(path: Path) -> None:
+def saved_again(path):
     made = AutoTokenizer.from_pretrained(path)
     made.save_pretrained(path)
     lost("vocab.json", "merges.txt")(path)
 
 
-SOUND: dict[str, Change] = {
+SOUND = {
     "saved by transformers 5": saved_again,
     "other order": lambda path: write(path, "tokenizer.json", json.dumps(read(path, "tokenizer.json"), sort_keys=True)),
     "merges as texts": inside(lambda c: c["model"].update(merges=[" ".join(pair) for pair in c["model"]["merges"]])),
@@ -334,35 +333,31 @@ SOUND: dict[str, Change] = {
 }
 
 
-def by_day(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+def by_day(rows):
     """Every third row by day, the others at night."""
     return [row if at % 3 == 0 else pytest.param(*row, marks=pytest.mark.nightly) for at, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("words", "change"), by_day(TOKENIZERS))
-def test_another_tokenizer_is_an_error(
-    words: str, change: Change, compare: Callable[..., list[SideDifference]]
-) -> None:
+def test_another_tokenizer_is_an_error(words, change, compare):
     found = [one for one in compare(change) if one.file == "tokenizer.json"]
     assert [one.severity for one in found] == ["error"], found
     assert words in found[0].words
 
 
 @pytest.mark.parametrize(("file", "words", "change"), by_day(OTHERS))
-def test_another_or_a_new_file_is_an_error(
-    file: str, words: str, change: Change, compare: Callable[..., list[SideDifference]]
-) -> None:
+def test_another_or_a_new_file_is_an_error(file, words, change, compare):
     found = compare(change)
     assert [(one.file, one.severity) for one in found] == [(file, "error")], found
     assert words in found[0].words
 
 
 @pytest.mark.parametrize("name", daily(SOUND, list(SOUND)[::3]))
-def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[SideDifference]]) -> None:
+def test_a_file_that_says_the_same_is_no_difference(name, compare):
     assert compare(SOUND[name]) == []
 
 
-def test_code_outside_the_checkpoint_is_never_the_same(source: Path, tmp_path: Path) -> None:
+def test_code_outside_the_checkpoint_is_never_the_same(source, tmp_path):
     """transformers joins the directory and the name, and an absolute one is joined to itself."""
     settings("config.json", auto_map={"AutoModel": "/srv/evil.Evil"})(source)
     copy = shutil.copytree(source, tmp_path / "copy")
@@ -370,7 +365,7 @@ def test_code_outside_the_checkpoint_is_never_the_same(source: Path, tmp_path: P
     assert (found.severity, found.file, "/srv/evil.Evil" in found.words) == ("error", "config.json", True)
 
 
-def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_libraries_values_decide(source, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptkit.verify.evidence.side.texts.find_spec", lambda name: None)
     copy = shutil.copytree(source, tmp_path / "copy")
     tokenizer(pre_tokenizer={"type": "Whitespace"})(copy)
@@ -379,7 +374,7 @@ def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monke
     assert "tokenizers" in found.words
 
 
-def test_equal_files_ask_no_library(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_files_ask_no_library(source, tmp_path, monkeypatch):
     jobs = ask_here(monkeypatch, tmp_path)
     copy = shutil.copytree(source, tmp_path / "copy")
     assert list(side_differences(SideFiles(copy), SideFiles(source), "in the source")) == []
@@ -408,7 +403,7 @@ WORDPIECE = {
         "vocab": {"[UNK]": 0, "a": 1, "b": 2, "##b": 3},
     },
 }
-KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
+KINDS = [
     (
         "scores",
         UNIGRAM,
@@ -434,9 +429,7 @@ KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("_", "own", "change", "words"), KINDS, ids=[kind[0] for kind in KINDS])
-def test_other_kinds_of_tokenizers(
-    _: str, own: Any, change: Callable[[Any], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_kinds_of_tokenizers(_, own, change, words, tmp_path, monkeypatch):
     ask_here(monkeypatch, tmp_path)
     for name in ("source", "copy"):
         (tmp_path / name).mkdir()
@@ -463,9 +456,7 @@ def test_other_kinds_of_tokenizers(
         ]
     ),
 )
-def test_tokenizers_without_tokenizer_json(
-    mine: dict[str, str], its: dict[str, str], severities: list[str], tmp_path: Path
-) -> None:
+def test_tokenizers_without_tokenizer_json(mine, its, severities, tmp_path):
     for name, files in (("source", its), ("copy", mine)):
         (tmp_path / name).mkdir()
         for file, text in files.items():

@@ -1,13 +1,11 @@
 """Launch scripts, YAML, logs and words of the command line that are made to run code, to hang or to fill memory."""
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from hostile.case import RAN, Case, put
 
 _TRAIN = "\npython3 train.py --hf-checkpoint in $A\n"
-SCRIPTS: dict[str, bytes] = {
+SCRIPTS = {
     "command substitution": f"A=$(touch {RAN}){_TRAIN}".encode(),
     "backquotes": f"A=`touch {RAN}`{_TRAIN}".encode(),
     "process substitution": f"source <(echo 'touch {RAN}'){_TRAIN}".encode(),
@@ -40,7 +38,7 @@ SCRIPTS: dict[str, bytes] = {
     + b"9" * 99
     + b" --tensor-model-parallel-size 0\n",
 }
-YAML: dict[str, bytes] = {
+YAML = {
     "billion laughs": b"a0: &a0 [x]\n"
     + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)),
     "python object": f"a: !!python/object/apply:os.system ['touch {RAN}']\n".encode(),
@@ -59,7 +57,7 @@ YAML: dict[str, bytes] = {
     "defaults outside": b"defaults: [../../../../etc/passwd]\nactor_rollout_ref: {model: {path: in}}\n",
     "defaults of itself": b"defaults: [job]\nactor_rollout_ref: {model: {path: in}}\n",
 }
-LOGS: dict[str, bytes] = {
+LOGS = {
     "line of 30 MB": b"x" * 30_000_000,
     "bytes of all values": bytes(range(256)) * 10_000,
     "terminal escapes": b"\x1b]0;owned\x07\x1b[2J CUDA out of memory\x1b[31m\n" * 1000,
@@ -77,15 +75,15 @@ CODES = {
 }
 
 
-def _at(name: str, content: bytes, root: Path) -> None:
+def _at(name, content, root):
     put(root / name, content)
 
 
-def _code(text: str, root: Path) -> dict[str, str]:
+def _code(text, root):
     return {"code": text}
 
 
-def cases() -> Iterator[Case]:
+def cases():
     """Texts for preflight, triage and explain. What is harmless may pass: the harness judges what was done."""
     for what, content in SCRIPTS.items():
         yield Case(

@@ -5,10 +5,7 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from hostile.case import RAN, Case, put
 
@@ -16,7 +13,7 @@ _INDEX = "model.safetensors.index.json"
 _FIRST = "model-00001-of-00005.safetensors"
 
 
-def _header(change: Callable[[dict[str, Any]], object], root: Path, more: bytes = b"") -> None:
+def _header(change, root, more=b""):
     content = (root / _FIRST).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -25,15 +22,15 @@ def _header(change: Callable[[dict[str, Any]], object], root: Path, more: bytes 
     put(root / _FIRST, struct.pack("<Q", len(text)) + text + content[8 + length :] + more)
 
 
-def _first(header: dict[str, Any]) -> dict[str, Any]:
+def _first(header):
     return next(entry for name, entry in header.items() if name != "__metadata__")
 
 
-def _second(header: dict[str, Any]) -> dict[str, Any]:
+def _second(header):
     return [entry for name, entry in header.items() if name != "__metadata__"][1]
 
 
-HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
+HEADERS = {
     "offsets of 2^63": lambda header: _first(header).update(data_offsets=[0, 1 << 63]),
     "offsets turned round": lambda header: _first(header).update(data_offsets=_first(header)["data_offsets"][::-1]),
     "no offsets": lambda header: _first(header).pop("data_offsets"),
@@ -49,19 +46,19 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def _raw(content: bytes, root: Path) -> None:
+def _raw(content, root):
     put(root / _FIRST, content)
 
 
-def _trailing(root: Path) -> None:
+def _trailing(root):
     put(root / _FIRST, (root / _FIRST).read_bytes() + bytes(64))
 
 
-def _cut(root: Path) -> None:
+def _cut(root):
     put(root / _FIRST, (root / _FIRST).read_bytes()[:-1])
 
 
-RAW: dict[str, bytes] = {
+RAW = {
     "length of 2^64 - 1": b"\xff" * 8 + b"{}",
     "three bytes": b"\1\2\3",
     "a header of spaces": struct.pack("<Q", 1000) + b" " * 1000,
@@ -73,20 +70,20 @@ RAW: dict[str, bytes] = {
 }
 
 
-def _weight_map(change: Callable[[dict[str, Any]], object], root: Path) -> None:
+def _weight_map(change, root):
     index = json.loads((root / _INDEX).read_bytes())
     change(index)
     put(root / _INDEX, json.dumps(index))
 
 
-def _home(file: Any) -> Callable[[dict[str, Any]], object]:
-    def change(index: dict[str, Any]) -> None:
+def _home(file):
+    def change(index):
         index["weight_map"][next(iter(index["weight_map"]))] = file
 
     return change
 
 
-INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
+INDEXES = {
     "parent folder": _home("../outside/secret.safetensors"),
     "NUL": _home("model\0.safetensors"),
     "dot": _home("."),
@@ -105,13 +102,13 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
 # Pickles. Each would make the file RAN where a machine runs it, or never end.
 
 
-def _global(module: str, name: str, argument: str) -> bytes:
+def _global(module, name, argument):
     return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X" + struct.pack("<I", len(argument)) + argument.encode()
 
 
 _TOUCH = f"touch {RAN}"
 _WRITE = f"open('{RAN}', 'w')"
-PICKLES: dict[str, bytes] = {
+PICKLES = {
     "os.system by REDUCE": _global("os", "system", _TOUCH) + b"\x85R.",
     "eval by REDUCE": _global("builtins", "eval", _WRITE) + b"\x85R.",
     "subprocess by NEWOBJ": _global("subprocess", "Popen", _TOUCH) + b"\x85\x81.",
@@ -130,7 +127,7 @@ PICKLES: dict[str, bytes] = {
 }
 
 
-def _zip(data: bytes, entries: dict[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
+def _zip(data, entries=None, method=zipfile.ZIP_STORED):
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", method) as archive:
         for name, content in ({"data.pkl": data, "byteorder": b"little", "version": b"3\n"} | (entries or {})).items():
@@ -142,7 +139,7 @@ _PLAIN = pickle.dumps({"args": None, "iteration": 1}, 2)
 _GOOD = _zip(_PLAIN)
 
 
-def _twice() -> bytes:
+def _twice():
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name in ("archive/data.pkl", "archive/data.pkl2"):
@@ -150,7 +147,7 @@ def _twice() -> bytes:
     return made.getvalue().replace(b"data.pkl2", b"data.pkl\0")
 
 
-ZIPS: dict[str, bytes] = {
+ZIPS = {
     "compressed": _zip(_PLAIN, method=zipfile.ZIP_DEFLATED),
     "a bomb": _zip(bytes(1 << 26), method=zipfile.ZIP_DEFLATED),
     "no data.pkl": _GOOD.replace(b"data.pkl", b"dota.pkl"),
@@ -163,49 +160,49 @@ ZIPS: dict[str, bytes] = {
 }
 
 
-def _common(content: bytes, root: Path) -> None:
+def _common(content, root):
     put(root / "release" / "common.pt", content)
 
 
-def _legacy(content: bytes, root: Path) -> None:
+def _legacy(content, root):
     (root / "mp_rank_00").mkdir()
     put(root / "mp_rank_00" / "model_optim_rng.pt", content)
 
 
-def _metadata(content: bytes, root: Path) -> None:
+def _metadata(content, root):
     put(root / "release" / ".metadata", content)
 
 
-def _dcp(change: Callable[[Any], object], root: Path) -> None:
+def _dcp(change, root):
     file = root / "release" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     change(metadata)
     put(file, pickle.dumps(metadata))
 
 
-def _entry(metadata: Any) -> Any:
+def _entry(metadata):
     return metadata.state_dict_metadata[_weight(metadata)]
 
 
-def _weight(metadata: Any) -> str:
+def _weight(metadata):
     return next(key for key, entry in metadata.state_dict_metadata.items() if len(getattr(entry, "size", ())) == 2)
 
 
-def _info(metadata: Any) -> Any:
+def _info(metadata):
     return next(info for index, info in metadata.storage_data.items() if index.fqn == _weight(metadata))
 
 
-def _set(target: Any, **values: Any) -> None:
+def _set(target, **values):
     for name, value in values.items():
         object.__setattr__(target, name, value)
 
 
-def _chunks(metadata: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+def _chunks(metadata, change):
     entry = _entry(metadata)
     _set(entry, chunks=change(list(entry.chunks)))
 
 
-METADATA: dict[str, Callable[[Any], object]] = {
+METADATA = {
     "chunk twice": lambda found: _chunks(found, lambda chunks: chunks * 2),
     "no chunks": lambda found: _chunks(found, lambda chunks: []),
     "10000 chunks in one place": lambda found: _chunks(found, lambda chunks: chunks * 10_000),
@@ -227,7 +224,7 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "key that is a path": lambda found: found.state_dict_metadata.update({"../../x": _entry(found)}),
 }
 # More objects than are read, in few bytes: the memory for them is not to be taken.
-FLOODS: dict[str, bytes] = {
+FLOODS = {
     "lists": b"]" * 20_000_001,
     "tuples in one another": b"N" + b"\x85" * 20_000_001,
     "instances": b"ca\nb\nq\0" + b"h\0)\x81" * 1_000_000 + b"]" * 19_000_001,
@@ -236,11 +233,11 @@ _OBJECTS = "objects.* 20000000 "
 # Values of every other instruction, which stay on the stack.
 STACKS = {"None": b"N", "copies": b"2", "values below marks": b"(" + b"N" * 999}
 _STACK = "1000000 values"
-ROOTS: dict[str, Any] = {"None": None, "a pair": (1, 2), "a dict": {}}
+ROOTS = {"None": None, "a pair": (1, 2), "a dict": {}}
 _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 
-def cases() -> Iterator[Case]:
+def cases():
     few, shard = ("inspect", "convert", "verify", "after_write"), "model-00001"
     for what, change in HEADERS.items():
         yield Case(f"shard with {what}", "hf", partial(_header, change), shard, few)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 
 
-def start(worker: str, *arguments: str, **environment: str) -> str:
+def start(worker, *arguments, **environment):
     """Runs `workers/WORKER.py` with the tool's Python; returns what it printed. Fails with its last lines.
 
     The worker sees the tool, the stand-in for Transformer Engine, and nothing of ckptkit's tests. It takes no GPU.
@@ -41,10 +39,10 @@ def start(worker: str, *arguments: str, **environment: str) -> str:
     return run.stdout
 
 
-def start_jobs(worker: str, folder: Path, jobs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def start_jobs(worker, folder, jobs):
     (folder / "jobs.json").write_text(json.dumps(list(jobs)))
     start(worker, str(folder / "jobs.json"))
-    results: list[dict[str, Any]] = json.loads((folder / "jobs.results").read_text())
+    results = json.loads((folder / "jobs.results").read_text())
     assert len(results) == len(jobs)
     for job, result in zip(jobs, results, strict=True):
         print(worker, job, result)  # the figures, with pytest -rP

@@ -1,7 +1,6 @@
 """Marks every test of this folder as `interop`, and finds the checkouts of tools that no package index has."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ REPOSITORIES = {
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """The marker that pyproject.toml deselects by default: no file of this folder can forget it."""
     for item in items:
         if HERE in item.path.parents:
@@ -28,10 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkout() -> Callable[[str], Path]:
+def checkout():
     """`checkout("SLIME")`: the directory that the environment variable names. Without one the test is skipped."""
 
-    def find(variable: str) -> Path:
+    def find(variable):
         if not os.environ.get(variable):
             pytest.skip(f"needs {variable}=/path/to/a/checkout of {REPOSITORIES[variable]}")
         path = Path(os.environ[variable]).resolve()

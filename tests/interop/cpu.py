@@ -5,7 +5,6 @@ weight is replaced.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,7 +15,7 @@ HOPPER = (9, 0)
 class _OnCpu(TorchFunctionMode):
     """Puts on the CPU what is made on, or moved to, a CUDA device."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         wanted = dict(kwargs or {})
         if "cuda" in str(wanted.get("device")):
             wanted["device"] = torch.device("cpu")
@@ -25,19 +24,19 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **wanted)
 
 
-def _is_cuda(value: Any) -> bool:
+def _is_cuda(value):
     return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
 
-def pretend_gpu() -> None:
+def pretend_gpu():
     """Lets Megatron-LM parse its arguments, build, load and save where there is no GPU."""
     from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()
     properties = SimpleNamespace(major=HOPPER[0], minor=HOPPER[1], name="cpu", total_memory=0, multi_processor_count=1)
-    torch.cuda.get_device_properties = lambda device=None: properties  # type: ignore[assignment,return-value]
-    torch.cuda.get_device_capability = lambda device=None: HOPPER  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.get_device_capability = lambda device=None: HOPPER
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.empty_cache = lambda: None
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self
     _OnCpu().__enter__()

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -66,7 +65,7 @@ class Loaded:
     file: str
 
 
-def run_training(training: Training, scratch: Path, checkout: Path | None) -> list[Loaded]:
+def run_training(training, scratch, checkout):
     """One process a rank. `checkout` is the Megatron-LM to import; without one it is the installed one.
 
     Raises RuntimeError with what Megatron-LM said where it refuses.
@@ -81,7 +80,7 @@ def run_training(training: Training, scratch: Path, checkout: Path | None) -> li
 # What follows runs in the process that becomes all the ranks.
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     values = json.loads((folder / "job.json").read_text())
     training = Training(**{**values, "sizes": ParallelSizes(**values["sizes"])})
@@ -91,7 +90,7 @@ def main() -> None:
     sys.exit(not fork_ranks(training.sizes.world, partial(_rank, training, folder)))
 
 
-def _rank(training: Training, folder: Path, rank: int) -> None:
+def _rank(training, folder, rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(training.sizes.world)}
     pretend_gpu()
     args = arguments(training)
@@ -107,7 +106,7 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
     globals_of(args)
     dims = dims_of(training.config)
     chunks = build_chunks(dims, MegatronBuild(training.sizes, torch.bfloat16))
-    strict: list[bool] = []
+    strict = []
     for chunk in chunks:
         _record(chunk, strict)
         poison(held_by(chunk).values())
@@ -119,7 +118,7 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def arguments(training: Training) -> Namespace:
+def arguments(training):
     from megatron.training.arguments import parse_args, validate_args
 
     sizes = training.sizes
@@ -134,7 +133,7 @@ def arguments(training: Training) -> Namespace:
     return args
 
 
-def globals_of(args: Namespace) -> None:
+def globals_of(args):
     """What Megatron-LM keeps in global variables and `load_checkpoint` reads there."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
@@ -145,10 +144,10 @@ def globals_of(args: Namespace) -> None:
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
 
 
-def _record(chunk: Any, strict: list[bool]) -> None:
+def _record(chunk, strict):
     load = chunk.load_state_dict
 
-    def recorded(state: Any, strict: bool = True, **more: Any) -> Any:
+    def recorded(state, strict=True, **more):
         calls.append(strict)
         return load(state, strict=strict, **more)
 
@@ -156,7 +155,7 @@ def _record(chunk: Any, strict: list[bool]) -> None:
     chunk.load_state_dict = recorded
 
 
-def _held(chunks: Sequence[Any], training: Training, iteration: int, strict: list[bool]) -> Loaded:
+def _held(chunks, training, iteration, strict):
     import megatron.training.checkpointing
     from megatron.core.package_info import __version__
 

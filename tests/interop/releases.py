@@ -1,15 +1,14 @@
 """Test models as Hugging Face has their releases: config.json as transformers 4 spells it, which older tools read."""
 
 import json
-from pathlib import Path
 
 import torch
 from families import CASES
-from families.case import Case, save
+from families.case import save
 from families.gqa import as_v4
 
 
-def release(name: str, path: Path, case: Case | None = None) -> Path:
+def release(name, path, case=None):
     """Saves the test model in bfloat16, by default that of the name."""
     save(name, case or CASES[name], path, torch.bfloat16)
     config = json.loads((path / "config.json").read_text())

@@ -17,11 +17,9 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from support.processes import TESTS, run_module
-from torch import Tensor
 
 IMPORTS = {
     "slime": ("slime.backends.megatron_utils.hf_to_megatron", "slime.backends.megatron_utils.megatron_to_hf"),
@@ -50,9 +48,7 @@ class Outcome:
     seconds: float
 
 
-def run_scripts(
-    project: str, checkout: Path, scripts: Sequence[Script], scratch: Path, megatron: Path | None = None
-) -> dict[str, Outcome]:
+def run_scripts(project, checkout, scripts, scratch, megatron=None):
     """Runs all of them; `megatron` is the Megatron-LM that they import, the installed one without."""
     scratch.mkdir(parents=True, exist_ok=True)
     job = {"project": project, "checkout": str(checkout), "scripts": [asdict(script) for script in scripts]}
@@ -77,7 +73,7 @@ def run_scripts(
 # What follows runs in the process that is forked, and in its forks.
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     from interop.cpu import pretend_gpu
@@ -99,7 +95,7 @@ def main() -> None:
         (folder / f"{index}.json").write_text(json.dumps(end))
 
 
-def _stand_in(project: str) -> None:
+def _stand_in(project):
     import numpy
     import safetensors
 
@@ -112,7 +108,7 @@ def _stand_in(project: str) -> None:
     torch.tensor = lambda *values, **more: made(*values, **more | ({"device": "cpu"} if "device" in more else {}))
     opened = safetensors.safe_open
     safetensors.safe_open = lambda file, framework, device="cpu": opened(file, framework, "cpu")
-    kernel: Any = ModuleType("fake_int4_quant_cuda")
+    kernel = ModuleType("fake_int4_quant_cuda")
     kernel.fake_int4_quant_cuda = _int4_kernel
     sys.modules["fake_int4_quant_cuda"] = kernel
     from megatron.core import tensor_parallel
@@ -124,29 +120,29 @@ def _stand_in(project: str) -> None:
         _engine_names_for_slime()
 
 
-def _slime_on_the_cpu() -> None:
+def _slime_on_the_cpu():
     from slime.utils import accelerator
     from slime.utils.accelerator.cuda import CUDAAccelerator
 
     class Cpu(CUDAAccelerator):
         communication_backend_name = "gloo"
 
-        def is_available(self) -> bool:
+        def is_available(self):
             return True
 
-        def device_name(self, index: Any = None) -> str:
+        def device_name(self, index=None):
             return "cpu"
 
-        def current_device(self) -> int:
+        def current_device(self):
             return 0
 
-        def distributed_device_id(self, index: Any = None) -> None:
+        def distributed_device_id(self, index=None):
             return None
 
     accelerator.set_accelerator(Cpu())
 
 
-def _latent_attention_in_the_local_spec() -> None:
+def _latent_attention_in_the_local_spec():
     from megatron.core.models import backends
     from megatron.core.transformer import multi_latent_attention
 
@@ -157,24 +153,24 @@ def _latent_attention_in_the_local_spec() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def _engine_names_for_slime() -> None:
+def _engine_names_for_slime():
     """Gives slime Transformer Engine's names of parameters, the only ones that it knows, for the local spec's."""
     from slime.backends.megatron_utils.update_weight import common
 
     listed = common.named_params_and_buffers
 
-    def renamed(args: Any, model: Any) -> Any:
+    def renamed(args, model):
         for name, parameter in listed(args, model):
             yield _engine_name(name, bool(args.multi_latent_attention), _moe_layers(args)), parameter
 
     common.named_params_and_buffers = renamed
 
 
-def _moe_layers(args: Any) -> frozenset[int]:
+def _moe_layers(args):
     return frozenset(layer for layer, moe in enumerate(args.moe_layer_freq) if moe) if args.num_experts else frozenset()
 
 
-def _engine_name(name: str, latent: bool, moe: frozenset[int]) -> str:
+def _engine_name(name, latent, moe):
     name = re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name)
     layer = re.search(r"decoder\.layers\.(\d+)\.", name)
     norms = {"q_layernorm.": "linear_q_up_proj.layer_norm_", "kv_layernorm.": "linear_kv_up_proj.layer_norm_"}
@@ -187,7 +183,7 @@ def _engine_name(name: str, latent: bool, moe: frozenset[int]) -> str:
     return name
 
 
-def _int4_kernel(weight: Tensor, block: tuple[int, int], symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _int4_kernel(weight, block, symmetric):
     """Codes, scales and zero points in the weight's dtype, as slime's `fake_int4_quant_cuda.cu` computes them.
 
     weight: [rows, columns], block: (1, group size).
@@ -202,12 +198,12 @@ def _int4_kernel(weight: Tensor, block: tuple[int, int], symmetric: bool) -> tup
         scale = torch.maximum((high - low) * torch.tensor(1.0 / 15.0), floor)
         zero = (-(low / scale).round()).clamp(0, 15)
     codes = (groups / scale).round() + zero
-    return tuple(part.flatten(-2).to(weight.dtype) for part in (codes, scale, zero))  # type: ignore[return-value]
+    return tuple(part.flatten(-2).to(weight.dtype) for part in (codes, scale, zero))
 
 
-def _transformer_engines_mxfp8() -> None:
-    engine: Any = ModuleType("transformer_engine.pytorch")
-    constants: Any = ModuleType("transformer_engine.pytorch.constants")
+def _transformer_engines_mxfp8():
+    engine = ModuleType("transformer_engine.pytorch")
+    constants = ModuleType("transformer_engine.pytorch.constants")
     engine.MXFP8Quantizer, constants.TE_DType = _MXFP8Quantizer, {torch.float8_e4m3fn: None}
     sys.modules["transformer_engine"] = ModuleType("transformer_engine")
     sys.modules |= {module.__name__: module for module in (engine, constants)}
@@ -216,11 +212,11 @@ def _transformer_engines_mxfp8() -> None:
 class _MXFP8Quantizer:
     """Codes and exponents of rows, as Transformer Engine's `float_to_e8m0` and `exp2f_rcp` compute them."""
 
-    def __init__(self, fp8_dtype: None, *, rowwise: bool, columnwise: bool) -> None:
+    def __init__(self, fp8_dtype, *, rowwise, columnwise):
         assert rowwise
         assert not columnwise
 
-    def quantize(self, weight: Tensor) -> Any:
+    def quantize(self, weight):
         """weight: [rows, columns]; 32 divides both. Codes as bytes [rows, columns], exponents [rows, columns / 32]."""
         groups = weight.float().unflatten(-1, (-1, 32))
         mantissa, exponent = torch.frexp(groups.abs().amax(-1) * torch.tensor(1.0 / 448.0))
@@ -230,7 +226,7 @@ class _MXFP8Quantizer:
         return SimpleNamespace(_rowwise_data=codes.view(torch.uint8), _rowwise_scale_inv=stored)
 
 
-def _run(checkout: Path, script: Script, log: Path, index: int) -> None:
+def _run(checkout, script, log, index):
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -2,8 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.quant.kernels.floats import quantize_fp8
 from ckptkit.quant.schemes.floats import FloatScheme
 from ckptkit.quant.schemes.w4a16 import int4_scheme
-from interop.scripts import Outcome, Script
+from interop.scripts import Script
 
 LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
 OF_THEIR_OWN_MODULES = {"qwen3_next", "qwen3_5_moe", "minimax_m2", "deepseek_v32", "glm_moe_dsa"}
@@ -30,13 +28,13 @@ NO_GPU = (
 )
 
 
-def release(root: Path, name: str) -> Path:
+def release(root, name):
     if not (root / name).exists():
         save(name, CASES[name], root / name, torch.bfloat16)
     return root / name
 
 
-def megatron(root: Path, name: str, dialect: str | None = None) -> Path:
+def megatron(root, name, dialect=None):
     """What `ckptkit convert` makes of it; without `dialect` in slime's where slime has modules of its own."""
     chosen = dialect or ("slime" if name in OF_THEIR_OWN_MODULES else "mcore")
     path = root / f"{name}-megatron-{chosen}"
@@ -45,12 +43,12 @@ def megatron(root: Path, name: str, dialect: str | None = None) -> Path:
     return path
 
 
-def export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:
+def export(label, source, checkpoint, output):
     words = ["--input-dir", checkpoint / "release", "--output-dir", output, "--origin-hf-dir", source]
     return Script(label, "tools/convert_torch_dist_to_hf.py", list(map(str, words)))
 
 
-def load(label: str, source: Path, output: Path) -> Script:
+def load(label, source, output):
     """HF to torch_dist, by slime's tool, with the flags of `ckptkit inspect --megatron-args`."""
     config = json.loads((source / "config.json").read_text())
     flags = [flag for flag in launch_flags(megatron_args(dims_of(config))) if flag != "--moe-grouped-gemm"]
@@ -59,11 +57,11 @@ def load(label: str, source: Path, output: Path) -> Script:
     return Script(label, "tools/convert_hf_to_torch_dist.py", words)
 
 
-def quantize(label: str, tool: str, source: Path, output: Path, *words: str) -> Script:
+def quantize(label, tool, source, output, *words):
     return Script(label, f"tools/{tool}", ["--model-dir", str(source), "--save-dir", str(output), *words])
 
 
-def shared(root: Path, names: Sequence[str]) -> list[Script]:
+def shared(root, names):
     """The scripts that both have: exports of these models, INT4, and FP8 of odd and of whole sides."""
     scripts = [
         export(f"{name}/export", release(root, name), megatron(root, name), root / f"{name}-export") for name in names
@@ -78,28 +76,26 @@ def shared(root: Path, names: Sequence[str]) -> list[Script]:
     return scripts
 
 
-def codes(path: Path, source: Path) -> set[str]:
+def codes(path, source):
     return {finding.code for finding in ckptkit.verify(path, source=source).findings}
 
 
 class Exports:
     """What is true of the tools of both; `runs` and `root` are fixtures of the module that tests one of them."""
 
-    def test_export_leaves_out_the_copies_in_the_mtp_layer(self, runs: dict[str, Outcome], root: Path) -> None:
+    def test_export_leaves_out_the_copies_in_the_mtp_layer(self, runs, root):
         assert runs["glm4_moe-mtp/export"].code == 0
         assert models.unequal(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == LOST
         assert "CK202" in codes(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp")
 
-    def test_export_refuses_names_of_the_local_spec_which_slimes_dialect_lacks(
-        self, runs: dict[str, Outcome], root: Path
-    ) -> None:
+    def test_export_refuses_names_of_the_local_spec_which_slimes_dialect_lacks(self, runs, root):
         assert runs["deepseek_v3/export"].code == 1
         refused = "self_attention.kv_layernorm.weight"
         assert f"Unknown parameter name: module.module.decoder.layers.0.{refused}" in runs["deepseek_v3/export"].log
         assert runs["slime/export"].code == 0, runs["slime/export"].log[-3000:]
         assert models.unequal(root / "slime-export", root / "deepseek_v3") == LOST
 
-    def test_int4_is_what_ckptkit_quantizes(self, runs: dict[str, Outcome], root: Path) -> None:
+    def test_int4_is_what_ckptkit_quantizes(self, runs, root):
         assert runs["int4"].code == 0, runs["int4"].log[-3000:]
         ckptkit.quantize(
             root / "qwen3_moe", root / "int4-ckptkit", int4_scheme(reference=root / "int4"), like=root / "int4"
@@ -109,12 +105,12 @@ class Exports:
         assert models.unequal(root / "int4-ckptkit", root / "int4", shapes) == []
 
     @pytest.mark.parametrize(("label", "scheme"), [("fp8 blocks", "fp8-block"), ("fp8 rows", "fp8-channel")])
-    def test_fp8_is_what_ckptkit_quantizes(self, label: str, scheme: str, runs: dict[str, Outcome], root: Path) -> None:
+    def test_fp8_is_what_ckptkit_quantizes(self, label, scheme, runs, root):
         assert runs[label].code == 0, runs[label].log[-3000:]
         ckptkit.quantize(root / "moe", root / f"{scheme}-ckptkit", FloatScheme(scheme, "slime"))
         assert models.unequal(root / f"{scheme}-ckptkit", root / label.replace(" ", "-")) == []
 
-    def test_fp8_blocks_at_the_edges_are_what_ckptkit_rounds(self, runs: dict[str, Outcome], root: Path) -> None:
+    def test_fp8_blocks_at_the_edges_are_what_ckptkit_rounds(self, runs, root):
         """No side of these matrices but the hidden size divides by 128."""
         assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
         found, source = models.tensors(root / "fp8"), models.tensors(root / "qwen3_moe")
@@ -125,11 +121,11 @@ class Exports:
             assert torch.equal(found[f"{name}_scale_inv"], scales), name
             assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8)), name
 
-    def test_fp8_against_its_source_passes_but_for_the_total_size(self, runs: dict[str, Outcome], root: Path) -> None:
+    def test_fp8_against_its_source_passes_but_for_the_total_size(self, runs, root):
         assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
         assert codes(root / "fp8", root / "qwen3_moe") == {"CK106"}
 
-    def test_fp8_converts_to_megatron(self, runs: dict[str, Outcome], root: Path) -> None:
+    def test_fp8_converts_to_megatron(self, runs, root):
         assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
         convert(root / "fp8", root / "fp8-megatron")
         convert(root / "fp8-megatron", root / "fp8-back", hf=root / "qwen3_moe")

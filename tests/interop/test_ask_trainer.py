@@ -60,12 +60,12 @@ Asked = Callable[[str, Path], list[Finding]]
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Asked:
+def asked(tmp_path):
     """Has a trainer judge a launch, and gives what it refuses; it was asked and answered."""
     if not (python := os.environ.get("INTEROP_PYTHON")):
         pytest.skip("needs the trainers' packages: make test-interop TOOL=ask_trainer")
 
-    def ask(text: str, script: Path) -> list[Finding]:
+    def ask(text, script):
         script.write_text(text)
         report = preflight(script=script, ask_trainer=python)
         assert any("executed" in note for note in report.facts["notes"]), report.reasons
@@ -74,7 +74,7 @@ def asked(tmp_path: Path) -> Asked:
     return ask
 
 
-def launch(variable: str, root: Path, tmp_path: Path, words: str) -> str:
+def launch(variable, root, tmp_path, words):
     """The right launch of verl, or the published one of NeMo-RL, with more words."""
     if variable == "VERL":
         lines = [*(one.format(tmp=tmp_path) for one in VERL), *words.split()]
@@ -91,9 +91,7 @@ WRONG = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("variable", "words", "message", "key"), WRONG)
-def test_wrong_launches_are_refused_in_the_trainers_own_words(
-    variable: str, words: str, message: str, key: str, asked: Asked, tmp_path: Path, checkout: Callable[[str], Path]
-) -> None:
+def test_wrong_launches_are_refused_in_the_trainers_own_words(variable, words, message, key, asked, tmp_path, checkout):
     """The setting is named with its line where the message names it; the right launch is accepted."""
     found = asked(launch(variable, checkout(variable), tmp_path, words), tmp_path / "run.sh")
     place = re.compile(rf"{re.escape(key)} at \S+:\d+" if key else "")
@@ -103,18 +101,14 @@ def test_wrong_launches_are_refused_in_the_trainers_own_words(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PUBLISHED_VERL)
-def test_verls_published_launches_are_accepted(
-    name: str, asked: Asked, tmp_path: Path, checkout: Callable[[str], Path]
-) -> None:
+def test_verls_published_launches_are_accepted(name, asked, tmp_path, checkout):
     root = checkout("VERL")
     assert asked(f"cd {root}\n{(root / 'examples' / name).read_text()}", tmp_path / "run.sh") == []
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("line", "other", "message"), [("", "", ""), *WRONG_ROLL])
-def test_roll_refuses_wrong_settings_in_its_own_words(
-    line: str, other: str, message: str, asked: Asked, tmp_path: Path, checkout: Callable[[str], Path]
-) -> None:
+def test_roll_refuses_wrong_settings_in_its_own_words(line, other, message, asked, tmp_path, checkout):
     """Its published settings, in a folder beside a copy of its program."""
     root, home = checkout("ROLL"), tmp_path / "examples"
     (home / "job").mkdir(parents=True)

@@ -22,7 +22,7 @@ KEPT = Path(__file__).parents[1] / "verify" / "launch" / "settings" / "hydra_com
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, CASES, A_TEST))
-def test_settings_are_those_of_hydra_or_not_known(tmp_path: Path, first: int) -> None:
+def test_settings_are_those_of_hydra_or_not_known(tmp_path, first):
     cases = [overrides(number) for number in range(first, min(first + A_TEST, CASES))]
     file = tmp_path / "cases.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in [FILE, *cases]))

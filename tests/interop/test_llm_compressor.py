@@ -4,8 +4,6 @@ Its own compressed-tensors unpacks the INT4 weights to compare with.
 """
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -38,7 +36,7 @@ MOE_READERS = ("sglang", "vllm")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """The releases by name, and by the number of the run `out`, `unpacked` and what ckptkit makes of it."""
     root = tmp_path_factory.mktemp("llm_compressor")
     for name in set(RUNS.values()):
@@ -54,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def one_file(path: Path) -> None:
+def one_file(path):
     """Puts a model into one file: `model_free_ptq` of NVFP4 stops at a shard with the second half of a pair alone."""
     tensors = models.tensors(path)
     for file in (*path.glob("*.safetensors"), path / "model.safetensors.index.json"):
@@ -62,12 +60,12 @@ def one_file(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def of(root: Path, how: str, part: str) -> Path:
+def of(root, how, part):
     return root / f"{list(RUNS).index(how)}-{part}"
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_ckptkit_unpacks_what_compressed_tensors_does_bit_for_bit(root: Path, how: str) -> None:
+def test_ckptkit_unpacks_what_compressed_tensors_does_bit_for_bit(root, how):
     ckptkit.convert(of(root, how, "out"), of(root, how, "megatron"))
     ckptkit.convert(of(root, how, "megatron"), of(root, how, "back"))
     theirs = load_file(of(root, how, "plain"))
@@ -76,7 +74,7 @@ def test_ckptkit_unpacks_what_compressed_tensors_does_bit_for_bit(root: Path, ho
 
 
 @pytest.mark.parametrize("how", [how for how in RUNS if how != EXPOSED])
-def test_verify_passes_for_the_readers_of_the_format(root: Path, how: str) -> None:
+def test_verify_passes_for_the_readers_of_the_format(root, how):
     readers = MOE_READERS if RUNS[how] == "qwen3_moe" else READERS
     report = ckptkit.verify(of(root, how, "out"), root / RUNS[how], readers=readers)
     assert errors(report.findings) == []
@@ -87,7 +85,7 @@ def test_verify_passes_for_the_readers_of_the_format(root: Path, how: str) -> No
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_lint_names_the_tensors_that_must_not_be_packed(root: Path, how: str) -> None:
+def test_lint_names_the_tensors_that_must_not_be_packed(root, how):
     report = ckptkit.lint(of(root, how, "out"), readers=READERS)
     packed = {tensor for finding in report.findings if finding.kind == "packed" for tensor in finding.tensors}
     assert packed == (
@@ -95,7 +93,7 @@ def test_lint_names_the_tensors_that_must_not_be_packed(root: Path, how: str) ->
     )
 
 
-def test_without_a_model_the_router_and_embeddings_are_packed_unless_ignored(root: Path) -> None:
+def test_without_a_model_the_router_and_embeddings_are_packed_unless_ignored(root):
     found = ckptkit.verify(of(root, EXPOSED, "out"), root / RUNS[EXPOSED], readers=MOE_READERS).findings
     assert [(finding.code, finding.tensor, finding.count) for finding in errors(found)] == [
         ("CK301", "model.embed_tokens.weight_packed", 1),
@@ -103,13 +101,13 @@ def test_without_a_model_the_router_and_embeddings_are_packed_unless_ignored(roo
     ]
 
 
-def test_transformers_cannot_load_the_packed_experts(root: Path) -> None:
+def test_transformers_cannot_load_the_packed_experts(root):
     found = ckptkit.verify(of(root, GPTQ, "out"), readers=("transformers",)).findings
     assert {finding.code for finding in errors(found)} == {"CK302"}
     assert all(".experts." in str(finding.tensor) for finding in errors(found))
 
 
-def test_slime_would_pack_the_router_that_the_documented_pattern_spares(root: Path) -> None:
+def test_slime_would_pack_the_router_that_the_documented_pattern_spares(root):
     # `re:.*mlp.gate$` is matched with module names by the format's readers, with names of tensors by slime.
     found = ckptkit.verify(of(root, MODEL_FREE, "out"), root / RUNS[MODEL_FREE], readers=("slime",)).findings
     assert [finding.code for finding in errors(found)] == ["CK302"]
@@ -118,7 +116,7 @@ def test_slime_would_pack_the_router_that_the_documented_pattern_spares(root: Pa
 
 @pytest.mark.parametrize("how", FLOATS)
 @pytest.mark.parametrize("name", WHOLE)
-def test_floats_are_what_ckptkit_quantizes(root: Path, name: str, how: str) -> None:
+def test_floats_are_what_ckptkit_quantizes(root, name, how):
     ours, theirs = root / f"{name}-{how}-ckptkit", root / f"{name}-{how}"
     ckptkit.quantize(root / name, ours, FloatScheme(FLOATS[how], "compressed-tensors"), readers=("vllm",))
     scales = [tensor for tensor in models.tensors(theirs) if tensor.endswith("weight_scale")]
@@ -136,5 +134,5 @@ def test_floats_are_what_ckptkit_quantizes(root: Path, name: str, how: str) -> N
     assert formula.tensors_compared == len(scales)
 
 
-def errors(found: Any) -> list[Any]:
+def errors(found):
     return [finding for finding in found if finding.severity == "error"]

@@ -6,8 +6,6 @@ cuts, saves and loads weights is mbridge's and megatron-core's own.
 
 import re
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from families import CASES
@@ -23,13 +21,13 @@ GATE, MTP, DEEPSEEK = "qwen2_moe", "glm4_moe-mtp", "deepseek_v3"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """By name of the model: `hf`, mbridge's `imported` and `exported`, and ckptkit's `megatron`."""
     return tmp_path_factory.mktemp("mbridge")
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, dict[str, Any]]:
+def results(root):
     names = (*SUPPORTED, AGAIN, GATE, MTP, DEEPSEEK)
     for name in names:
         release(name, root / name / "hf", CASES[name.partition(",")[0]])
@@ -39,16 +37,14 @@ def results(root: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_mbridge_exports_what_ckptkit_converted_and_ckptkit_what_mbridge_imported(
-    root: Path, results: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_mbridge_exports_what_ckptkit_converted_and_ckptkit_what_mbridge_imported(root, results, name):
     assert "refused" not in results[name]
     ckptkit.convert(root / name / "imported", root / name / "back", hf=root / name / "hf")
     for made in ("exported", "back"):
         assert models.unequal(root / name / made, root / name / "hf") == [], made
 
 
-def findings(root: Path, name: str, made: str) -> list[tuple[str, str | None, int, str]]:
+def findings(root, name, made):
     """What ckptkit finds in one of mbridge's checkpoints: code, tensor, how often, what is there."""
     hf = root / name / "hf"
     report = ckptkit.verify(root / name / made, hf, hf=hf if made == "imported" else None)
@@ -56,9 +52,7 @@ def findings(root: Path, name: str, made: str) -> list[tuple[str, str | None, in
     return [(finding.code, finding.tensor, finding.count, finding.actual) for finding in report.findings]
 
 
-def test_an_untied_model_after_a_tied_one_gets_the_embeddings_for_its_output_layer(
-    root: Path, results: dict[str, Any]
-) -> None:
+def test_an_untied_model_after_a_tied_one_gets_the_embeddings_for_its_output_layer(root, results):
     # `_adjust_mapping_for_shared_weights` changes a dict of the class, and so every later model of the process.
     assert "refused" not in results[AGAIN]
     assert findings(root, AGAIN, "imported") == [
@@ -66,7 +60,7 @@ def test_an_untied_model_after_a_tied_one_gets_the_embeddings_for_its_output_lay
     ]
 
 
-def test_the_gate_of_shared_experts_is_lost(root: Path, results: dict[str, Any]) -> None:
+def test_the_gate_of_shared_experts_is_lost(root, results):
     # Its config does not set moe_shared_expert_gate, which megatron-core asks for.
     assert "refused" not in results[GATE]
     name = "decoder.layers.{0..11}.mlp.shared_experts.gate_weight"
@@ -75,7 +69,7 @@ def test_the_gate_of_shared_experts_is_lost(root: Path, results: dict[str, Any])
         ckptkit.convert(root / GATE / "imported", root / GATE / "back", hf=root / GATE / "hf")
 
 
-def test_multi_token_prediction_layers_are_lost(root: Path, results: dict[str, Any]) -> None:
+def test_multi_token_prediction_layers_are_lost(root, results):
     assert "refused" not in results[MTP]
     found = findings(root, MTP, "imported")
     layer = [name for name in models.tensors(root / MTP / "hf") if name.startswith("model.layers.12.")]
@@ -85,9 +79,7 @@ def test_multi_token_prediction_layers_are_lost(root: Path, results: dict[str, A
 
 
 @pytest.mark.parametrize(("name", "shards", "config"), [(GATE, 12, 1), (MTP, 1, 0), (AGAIN, 1, 0)])
-def test_a_shard_with_a_lost_tensor_is_not_written_though_the_index_names_it(
-    root: Path, results: dict[str, Any], name: str, shards: int, config: int
-) -> None:
+def test_a_shard_with_a_lost_tensor_is_not_written_though_the_index_names_it(root, results, name, shards, config):
     # The tokenizer is not copied (CK720), and transformers 4 writes config.json anew (CK702 for Qwen2-MoE).
     assert "refused" not in results[name]
     found = Counter[str]()
@@ -96,6 +88,6 @@ def test_a_shard_with_a_lost_tensor_is_not_written_though_the_index_names_it(
     assert found == Counter(CK102=shards, CK720=1, CK702=config)
 
 
-def test_deepseek_is_refused_with_the_arguments_of_an_older_megatron(results: dict[str, Any]) -> None:
+def test_deepseek_is_refused_with_the_arguments_of_an_older_megatron(results):
     # megatron-core renamed `max_position_embeddings` of MLATransformerConfig in 0.14.
     assert "unexpected keyword argument 'max_position_embeddings'" in results[DEEPSEEK]["refused"]

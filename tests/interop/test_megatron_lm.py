@@ -6,26 +6,23 @@ Its training package comes with megatron-core since 0.19; `MEGATRON_LM` names a 
 import json
 import os
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from support import models
-from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import dims_of
-from interop.megatron_training import Loaded, Training, run_training
+from interop.megatron_training import Training, run_training
 
 
 @pytest.fixture(scope="module")
-def megatron_lm(checkout: Callable[[str], Path]) -> Path | None:
+def megatron_lm(checkout):
     """The checkout of Megatron-LM; None for the training package that is installed."""
     if os.environ.get("MEGATRON_LM") or find_spec("megatron") is None or find_spec("megatron.training") is None:
         return checkout("MEGATRON_LM")
@@ -33,10 +30,10 @@ def megatron_lm(checkout: Callable[[str], Path]) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory, megatron_lm: Path | None) -> Callable[..., list[Loaded]]:
+def train(tmp_path_factory, megatron_lm):
     """`train(source, load, save, sizes)`: Megatron-LM loads one checkpoint and saves the other."""
 
-    def run(source: Path, load: Path, save: Path, sizes: ParallelSizes) -> list[Loaded]:
+    def run(source, load, save, sizes):
         config = json.loads((source / "config.json").read_text())
         flags = launch_flags(megatron_args(dims_of(config)))
         training = Training(config, flags, str(source), str(load), str(save), sizes)
@@ -46,11 +43,11 @@ def train(tmp_path_factory: pytest.TempPathFactory, megatron_lm: Path | None) ->
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def release(tmp_path_factory):
     """`release(name)`: the HF directory of a test model of any family."""
     root = tmp_path_factory.mktemp("hf")
 
-    def make(name: str) -> Path:
+    def make(name):
         if not (root / name).exists():
             save(name, CASES[name], root / name, torch.bfloat16)
         return root / name
@@ -58,7 +55,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return make
 
 
-def assert_all_equal(ranks: list[Loaded], world: int, iteration: int) -> None:
+def assert_all_equal(ranks, world, iteration):
     """Every rank holds exactly its slice of every tensor: nothing unwritten, unknown or different; strict at once."""
     assert [rank.wrong for rank in ranks] == [[]] * world
     assert [set(rank.verdicts) for rank in ranks] == [{"equal"}] * world
@@ -81,9 +78,7 @@ def assert_all_equal(ranks: list[Loaded], world: int, iteration: int) -> None:
     ],
     ids=str,
 )
-def test_release_loads_strictly_and_what_megatron_saves_of_it_converts_back(
-    name: str, sizes: ParallelSizes, release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path
-) -> None:
+def test_release_loads_strictly_and_what_megatron_saves_of_it_converts_back(name, sizes, release, train, tmp_path):
     source = release(name)
     convert(source, tmp_path / "ckptkit")
     assert_all_equal(train(source, tmp_path / "ckptkit", tmp_path / "saved", sizes), sizes.world, 0)
@@ -92,7 +87,7 @@ def test_release_loads_strictly_and_what_megatron_saves_of_it_converts_back(
     assert models.unequal(tmp_path / "back", source) == []
 
 
-def test_iteration_loads_strictly(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+def test_iteration_loads_strictly(release, train, tmp_path):
     source, root = release("qwen2-tied"), tmp_path / "ckptkit"
     convert(source, root)
     (root / "release").rename(root / "iter_0000005")
@@ -101,16 +96,14 @@ def test_iteration_loads_strictly(release: PathOf, train: Callable[..., list[Loa
     assert_all_equal(train(source, root, tmp_path / "saved", sizes), 2, 0)
 
 
-def test_what_megatron_saved_loads_at_other_sizes(
-    release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path
-) -> None:
+def test_what_megatron_saved_loads_at_other_sizes(release, train, tmp_path):
     source = release("qwen3_moe")
     convert(source, tmp_path / "ckptkit")
     train(source, tmp_path / "ckptkit", tmp_path / "first", ParallelSizes(pp=2))
     assert_all_equal(train(source, tmp_path / "first", tmp_path / "second", ParallelSizes(tp=2, ep=2)), 2, 10)
 
 
-def test_other_weights_are_not_equal(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+def test_other_weights_are_not_equal(release, train, tmp_path):
     source = release("qwen2-tied")
     convert(source, tmp_path / "ckptkit")
     shutil.copytree(source, tmp_path / "other")
@@ -120,7 +113,7 @@ def test_other_weights_are_not_equal(release: PathOf, train: Callable[..., list[
     assert [rank.wrong for rank in ranks] == [["decoder.layers.7.mlp.linear_fc2.weight: differs"]]
 
 
-def test_missing_key_is_refused(release: PathOf, train: Callable[..., list[Loaded]], tmp_path: Path) -> None:
+def test_missing_key_is_refused(release, train, tmp_path):
     source = release("qwen2-tied")
     convert(source, tmp_path / "ckptkit")
     models.edit_metadata(

@@ -1,32 +1,29 @@
 """miles' own exporters and quantizers, where they differ from slime's, on ckptkit's checkpoints; `MILES` a checkout."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from support import models
 
 import ckptkit
 from ckptkit.quant.schemes.floats import FloatScheme
-from interop.scripts import Outcome, Script, run_scripts
+from interop.scripts import Script, run_scripts
 from interop.slime_runs import Exports, megatron, quantize, release, shared
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
 
 
-def ray_export(label: str, source: Path, checkpoint: Path, output: Path) -> Script:
+def ray_export(label, source, checkpoint, output):
     words = ["--input-dir", checkpoint / "release", "--output-dir", output, "--origin-hf-dir", source]
     words += ["--model-name", source.name.partition("-")[0].replace("_", "")]
     return Script(label, "tools/convert_torch_dist_to_hf_ray.py", [*map(str, words), "--concurrency", "1"])
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("miles")
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
+def runs(root, checkout):
     miles = checkout("MILES")
     source = release(root, "qwen3_moe")
     scripts = shared(root, (*WHOLE, "glm4_moe-mtp", "deepseek_v3"))
@@ -43,31 +40,29 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_export_gives_the_source_bit_for_bit(name: str, runs: dict[str, Outcome], root: Path) -> None:
+def test_export_gives_the_source_bit_for_bit(name, runs, root):
     assert runs[f"{name}/export"].code == 0, runs[f"{name}/export"].log[-3000:]
     assert models.unequal(root / f"{name}-export", root / name) == []
 
 
-def test_export_on_ray_gives_the_source_bit_for_bit(runs: dict[str, Outcome], root: Path) -> None:
+def test_export_on_ray_gives_the_source_bit_for_bit(runs, root):
     assert runs["qwen2-tied/ray"].code == 0, runs["qwen2-tied/ray"].log[-3000:]
     assert models.unequal(root / "qwen2-tied-ray", root / "qwen2-tied") == []
 
 
-def test_export_on_ray_refuses_two_names_of_one_norm_and_takes_slimes_dialect(
-    runs: dict[str, Outcome], root: Path
-) -> None:
+def test_export_on_ray_refuses_two_names_of_one_norm_and_takes_slimes_dialect(runs, root):
     assert runs["qwen3_moe/ray"].code == 1
     assert "Duplicate HF tensor emitted" in runs["qwen3_moe/ray"].log
     assert runs["slime/ray"].code == 0, runs["slime/ray"].log[-3000:]
     assert models.unequal(root / "slime-ray", root / "qwen3_moe") == []
 
 
-def test_asking_for_zero_points_gives_none(runs: dict[str, Outcome], root: Path) -> None:
+def test_asking_for_zero_points_gives_none(runs, root):
     assert runs["not symmetric"].code == 0, runs["not symmetric"].log[-3000:]
     assert models.unequal(root / "not-symmetric", root / "int4") == []
 
 
-def test_mxfp8_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:
+def test_mxfp8_is_what_ckptkit_quantizes(runs, root):
     assert runs["mxfp8"].code == 0, runs["mxfp8"].log[-3000:]
     ckptkit.quantize(root / "moe", root / "mxfp8-ckptkit", FloatScheme("mxfp8"))
     assert models.unequal(root / "mxfp8-ckptkit", root / "mxfp8") == []

@@ -4,13 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.quant_weights import DTYPES, hard_weights
-from torch import Tensor
 
 from ckptkit.quant.kernels.floats import quantize_fp8, quantize_nvfp4
 from interop import beside
 
 
-def weights(dtype: torch.dtype) -> dict[str, Tensor]:
+def weights(dtype):
     """Of every kind that has broken a quantizer; then of many magnitudes, beside usual ones."""
     torch.manual_seed(1)
     rows = torch.randn(1000, 512) * torch.exp2(torch.randint(-12, 4, (1000, 1)))
@@ -22,7 +21,7 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modelopt")
     plain = {name: weight for dtype in DTYPES for name, weight in weights(dtype).items()}
     save_file(plain, folder / "plain.safetensors")
@@ -31,7 +30,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mxfp8_has_modelopts_bytes(dtype: torch.dtype, theirs: dict[str, Tensor]) -> None:
+def test_mxfp8_has_modelopts_bytes(dtype, theirs):
     for name, weight in weights(dtype).items():
         found = quantize_fp8(weight, (1, 32), "modelopt", "a")
         assert torch.equal(found.scales, theirs[f"mxfp8.{name}_scale"]), name
@@ -39,7 +38,7 @@ def test_mxfp8_has_modelopts_bytes(dtype: torch.dtype, theirs: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nvfp4_has_modelopts_bytes(dtype: torch.dtype, theirs: dict[str, Tensor]) -> None:
+def test_nvfp4_has_modelopts_bytes(dtype, theirs):
     hard, *others = weights(dtype)
     for names in ([hard], others):
         found, second = quantize_nvfp4([weights(dtype)[name] for name in names], "modelopt", names)

@@ -4,10 +4,7 @@
 """
 
 import ast
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ _PROCESSORS = "backends/megatron_utils/megatron_to_hf/processors"
 _ROOT = "module.module.decoder.layers.3"
 _L = "model.layers.3"
 # What trains under a Megatron name, and what the exporters call it.
-EXPORTED: Mapping[str, tuple[str, ...]] = {
+EXPORTED = {
     f"{_ROOT}.self_attention.linear_qkv.weight": tuple(f"{_L}.self_attn.{one}_proj.weight" for one in "qkv"),
     f"{_ROOT}.self_attention.linear_proj.weight": (f"{_L}.self_attn.o_proj.weight",),
     f"{_ROOT}.self_attention.linear_q_proj.weight": (f"{_L}.self_attn.q_proj.weight",),
@@ -57,7 +54,7 @@ EXPORTED: Mapping[str, tuple[str, ...]] = {
 EVERY = [name for several in EXPORTED.values() for name in several]
 
 
-def functions_of(path: Path, **stand_ins: Any) -> dict[str, Any]:
+def functions_of(path, **stand_ins):
     """The functions and classes of a file, without what it imports of its own tool."""
     tree = ast.parse(path.read_text())
     own = ("slime", "miles", "verl")
@@ -66,23 +63,23 @@ def functions_of(path: Path, **stand_ins: Any) -> dict[str, Any]:
         for node in tree.body
         if not (isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(own)))
     ]
-    names: dict[str, Any] = {"__file__": str(path), "__name__": path.stem, **stand_ins}
+    names = {"__file__": str(path), "__name__": path.stem, **stand_ins}
     exec(compile(ast.Module(kept, []), str(path), "exec"), names)  # noqa: S102
     names.update(stand_ins)
     return names
 
 
-def packed(name: str, tensor: torch.Tensor, *_: Any) -> list[tuple[str, torch.Tensor]]:
+def packed(name, tensor, *_):
     """A stand-in for `_quantize_param`: the weight and something beside it."""
     return [(name, tensor), (f"{name}_scale_inv", tensor)]
 
 
-def packed_of_miles(args: Any, name: str, tensor: torch.Tensor, *_: Any) -> list[tuple[str, torch.Tensor]]:
+def packed_of_miles(args, name, tensor, *_):
     """The same with miles' first argument."""
     return packed(name, tensor)
 
 
-def chosen(quantize: Callable[..., Any], content: Mapping[str, Any], args: Any) -> dict[str, bool]:
+def chosen(quantize, content, args):
     """Whether each exported name comes back with something beside it."""
     found = {}
     for megatron, names in EXPORTED.items():
@@ -94,7 +91,7 @@ def chosen(quantize: Callable[..., Any], content: Mapping[str, Any], args: Any) 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def test_slime_packs_by_its_list(checkout: Callable[[str], Path]) -> None:
+def test_slime_packs_by_its_list(checkout):
     file = checkout("SLIME") / "slime" / _PROCESSORS / "quantizer_fp8.py"
     own = functions_of(file, _quantize_param=packed)["quantize_params_fp8"]
     found = chosen(own, FP8, SimpleNamespace())
@@ -102,7 +99,7 @@ def test_slime_packs_by_its_list(checkout: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_miles_packs_by_its_lists(checkout: Callable[[str], Path], interleaved: bool) -> None:
+def test_miles_packs_by_its_lists(checkout, interleaved):
     folder = checkout("MILES") / "miles" / _PROCESSORS
     args = SimpleNamespace(indexer_rope_interleave=interleaved)
     config = {"indexer_rope_interleave": interleaved}
@@ -114,7 +111,7 @@ def test_miles_packs_by_its_lists(checkout: Callable[[str], Path], interleaved: 
     assert found == {name: readers.miles_mxfp8(name, config) for name in found}
 
 
-def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> None:
+def test_miles_packs_nvfp4_less_its_list(checkout):
     file = checkout("MILES") / "miles" / _PROCESSORS / "quantizer_nvfp4.py"
     zeros = torch.zeros(1)
     names = functions_of(
@@ -148,7 +145,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
     ] == []
 
 
-def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
+def test_verl_packs_by_parts_of_names(checkout):
     root = checkout("VERL") / "verl" / "utils"
     helper = functions_of(root / "fp8_utils.py")["FP8QuantizerHelper"](FP8)
     every = [*EVERY, f"{_L}.block_sparse_moe.experts.7.w1.weight", f"{_L}.self_attn.q_proj.bias"]

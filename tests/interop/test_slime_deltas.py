@@ -7,8 +7,6 @@ nothing here. The writer gets its tensors from a dict.
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
@@ -25,7 +23,7 @@ _UPDATES = "slime/backends/megatron_utils/update_weight"
 _RECEIVER = "python/sglang/srt/weight_sync/local_checkpoint.py"
 
 
-def _module(name: str, path: Path) -> ModuleType:
+def _module(name, path):
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +33,7 @@ def _module(name: str, path: Path) -> ModuleType:
 
 
 @pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch, checkout: Callable[[str], Path]) -> Iterator[ModuleType]:
+def writer(monkeypatch, checkout):
     """slime's module, in a world of one process."""
     slime = checkout("SLIME")
     for name in ("ray", "ray.actor", "megatron", "megatron.core", "slime.utils.engine_group_wave", "slime.utils"):
@@ -45,8 +43,8 @@ def writer(monkeypatch: pytest.MonkeyPatch, checkout: Callable[[str], Path]) -> 
         package.__path__ = []
         monkeypatch.setitem(sys.modules, name, package)
     groups, base = ModuleType("groups"), ModuleType("base")
-    groups.get_gloo_group = lambda: None  # type: ignore[attr-defined]
-    base.UpdateWeightFromDistributed = object  # type: ignore[attr-defined]
+    groups.get_gloo_group = lambda: None
+    base.UpdateWeightFromDistributed = object
     monkeypatch.setitem(sys.modules, "slime.utils.distributed_utils", groups)
     monkeypatch.setitem(sys.modules, "slime.updates.update_weight_from_distributed", base)
     disk = _module("slime.utils.disk_delta", slime / "slime/utils/disk_delta.py")
@@ -57,7 +55,7 @@ def writer(monkeypatch: pytest.MonkeyPatch, checkout: Callable[[str], Path]) -> 
 
 
 @pytest.fixture
-def receiver(checkout: Callable[[str], Path], tmp_path: Path) -> ModuleType:
+def receiver(checkout, tmp_path):
     """SGLang's module, as slime's patch adds it."""
     patch = (checkout("SLIME") / "docker/patch/latest/sglang-pull_weights.patch").read_text()
     added = re.search(rf"^\+\+\+ b/{_RECEIVER}\n@@[^\n]*\n((?:\+[^\n]*\n)+)", patch, re.MULTILINE)
@@ -68,9 +66,7 @@ def receiver(checkout: Callable[[str], Path], tmp_path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize(("encoding", "algorithm"), [("xor", "xxh3-128"), ("overwrite", "blake3"), ("xor", "adler32")])
-def test_what_slime_publishes_is_replayed_as_sglang_applies_it(
-    writer: ModuleType, receiver: ModuleType, tmp_path: Path, encoding: str, algorithm: str
-) -> None:
+def test_what_slime_publishes_is_replayed_as_sglang_applies_it(writer, receiver, tmp_path, encoding, algorithm):
     base, updates = tmp_path / "base", tmp_path / "updates"
     save("qwen2-untied", base)
     states = [tensors(base)]

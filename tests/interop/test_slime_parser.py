@@ -58,11 +58,11 @@ Asked = Callable[..., list[Finding]]
 
 
 @pytest.fixture
-def asked(tmp_path: Path, checkout: Callable[[str], Path]) -> Asked:
+def asked(tmp_path, checkout):
     """Has a trainer parse a launch that goes on with this text, and gives what it finds; it was asked and answered."""
     pytest.importorskip("sglang")
 
-    def ask(text: str, trainer: str = "slime") -> list[Finding]:
+    def ask(text, trainer="slime"):
         home, megatron = map(checkout, CHECKOUTS[trainer])
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         script = tmp_path / "run.sh"
@@ -78,9 +78,7 @@ def asked(tmp_path: Path, checkout: Callable[[str], Path]) -> Asked:
 
 @pytest.mark.parametrize("trainer", CHECKOUTS)
 @pytest.mark.parametrize(("words", "message"), WRONG)
-def test_a_wrong_launch_is_refused_in_the_trainers_own_words(
-    words: str, message: str, trainer: str, asked: Asked, tmp_path: Path
-) -> None:
+def test_a_wrong_launch_is_refused_in_the_trainers_own_words(words, message, trainer, asked, tmp_path):
     found = asked(f"python3 train.py --hf-checkpoint {tmp_path} {RIGHT} {words}", trainer)
     if trainer == "miles" and "--sglang-pp-size" in words:  # which miles does not look at
         assert found == []
@@ -89,9 +87,7 @@ def test_a_wrong_launch_is_refused_in_the_trainers_own_words(
 
 
 @pytest.mark.parametrize("trainer", CHECKOUTS)
-def test_the_right_launch_is_accepted_and_a_misspelled_option_is_named(
-    trainer: str, asked: Asked, tmp_path: Path
-) -> None:
+def test_the_right_launch_is_accepted_and_a_misspelled_option_is_named(trainer, asked, tmp_path):
     """slime ignores such an option silently, miles stops at it."""
     words = f"python3 train.py --hf-checkpoint {tmp_path} {RIGHT}"
     assert asked(f"{words} --sglang-mem-fraction-static 0.8", trainer) == []
@@ -104,12 +100,12 @@ def test_the_right_launch_is_accepted_and_a_misspelled_option_is_named(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_slimes_published_launches_are_accepted(
-    name: str,
-    asked: Asked,
-    tmp_path: Path,
-    checkout: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    asked,
+    tmp_path,
+    checkout,
+    monkeypatch,
+):
     scripts = checkout("SLIME") / "scripts"
     text = (scripts / name).read_text()
     home = re.findall(r"(/\w+)/Megatron-LM", text)[0]

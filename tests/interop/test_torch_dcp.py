@@ -1,8 +1,5 @@
 """torch's own `torch.distributed.checkpoint`, without Megatron: what it reads of the torch_dist that ckptkit writes."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-
 import pytest
 import torch
 from support import models
@@ -18,17 +15,17 @@ LAYERS = EXPERTS = 12
 GROUPS = 2  # of query heads that share a key and a value
 
 
-def qkv(hf: Mapping[str, Tensor], layer: str, kind: str) -> Tensor:
+def qkv(hf, layer, kind):
     """A query group after the other: its queries, its key, its value."""
     parts = [hf[f"{layer}.self_attn.{name}_proj.{kind}"].chunk(GROUPS) for name in "qkv"]
     return torch.cat([part[group] for group in range(GROUPS) for part in parts])
 
 
-def gate_up(hf: Mapping[str, Tensor], module: str) -> Tensor:
+def gate_up(hf, module):
     return torch.cat([hf[f"{module}.gate_proj.weight"], hf[f"{module}.up_proj.weight"]])
 
 
-def attention(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+def attention(hf, layer):
     return {
         "self_attention.linear_qkv.layer_norm_weight": hf[f"{layer}.input_layernorm.weight"],
         "self_attention.linear_qkv.weight": qkv(hf, layer, "weight"),
@@ -36,7 +33,7 @@ def attention(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
     }
 
 
-def qwen2(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+def qwen2(hf, layer):
     return {
         **attention(hf, layer),
         "self_attention.linear_qkv.bias": qkv(hf, layer, "bias"),
@@ -46,7 +43,7 @@ def qwen2(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
     }
 
 
-def qwen3_moe(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+def qwen3_moe(hf, layer):
     """A layer of Qwen3-MoE: norms of queries and keys, and experts, whose norm has a name for each of two specs."""
     experts = [f"{layer}.mlp.experts.{expert}" for expert in range(EXPERTS)]
     norm = hf[f"{layer}.post_attention_layernorm.weight"]
@@ -62,7 +59,7 @@ def qwen3_moe(hf: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
     }
 
 
-def expected(path: Path, layer_of: Callable[[Mapping[str, Tensor], str], dict[str, Tensor]]) -> dict[str, Tensor]:
+def expected(path, layer_of):
     """Every key that Megatron has for the release at `path`, put together by hand."""
     hf = models.tensors(path)
     tensors = {
@@ -77,9 +74,7 @@ def expected(path: Path, layer_of: Callable[[Mapping[str, Tensor], str], dict[st
 
 
 @pytest.fixture(scope="module", params=[qwen2, qwen3_moe], ids=["qwen2-untied", "qwen3_moe"])
-def converted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Tensor]]:
+def converted(request, tmp_path_factory):
     """ckptkit's torch_dist of a model, and what it is to hold."""
     root = tmp_path_factory.mktemp("dcp")
     release("qwen2-untied" if request.param is qwen2 else "qwen3_moe", root / "hf")
@@ -87,7 +82,7 @@ def converted(
     return root / "megatron" / "release", expected(root / "hf", request.param)
 
 
-def unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def unequal(found, wanted):
     return sorted(found.keys() ^ wanted.keys()) + [
         key
         for key in sorted(found.keys() & wanted.keys())
@@ -96,7 +91,7 @@ def unequal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[s
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is meant
-def test_load_reads_every_tensor_bit_for_bit(converted: tuple[Path, dict[str, Tensor]]) -> None:
+def test_load_reads_every_tensor_bit_for_bit(converted):
     path, wanted = converted
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     found = {
@@ -108,9 +103,7 @@ def test_load_reads_every_tensor_bit_for_bit(converted: tuple[Path, dict[str, Te
     assert unequal(found, wanted) == []
 
 
-def test_dcp_to_torch_save_writes_every_tensor_bit_for_bit(
-    converted: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_dcp_to_torch_save_writes_every_tensor_bit_for_bit(converted, tmp_path):
     path, wanted = converted
     dcp_to_torch_save(path, tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=False)

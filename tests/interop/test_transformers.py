@@ -5,8 +5,6 @@ transformers only logs what it initializes, and so a wrong name ends in a model 
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ import ckptkit
 MTP = ("model.layers.12.", "mtp.", "model.layers.20.")
 
 
-def load(path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+def load(path, caplog):
     """Loads the model by the class that config.json names; returns the loading report, and under `logged` the log."""
     config = json.loads((path / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
@@ -32,16 +30,14 @@ def load(path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
     return dict(info) | {"logged": [record.getMessage() for record in caplog.records if record.levelno >= 30]}
 
 
-def judge(info: dict[str, Any]) -> list[str]:
+def judge(info):
     """Everything that transformers reports, but for the keys of multi-token prediction layers."""
     unexpected = [name for name in info["unexpected_keys"] if not name.startswith(MTP)]
     return sorted([*info["missing_keys"], *map(str, info["mismatched_keys"]), *unexpected])
 
 
 @pytest.mark.parametrize(("name", "written"), [("glm4_moe-mtp", "back"), ("llama", "int4"), ("qwen2-tied", "int4")])
-def test_transformers_loads_what_is_written_with_every_key(
-    name: str, written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_loads_what_is_written_with_every_key(name, written, tmp_path, caplog):
     """That an export of every family has the names and bits of its release is in `test_roundtrip.py`."""
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     if written == "int4":
@@ -54,7 +50,7 @@ def test_transformers_loads_what_is_written_with_every_key(
     assert [line for line in info["logged"] if "newly initialized" in line or "MISSING" in line] == []
 
 
-def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transformers_initializes_int4_experts_anew(tmp_path, caplog):
     # It looks for fused experts, and takes a group of targets `["Linear"]`, as llm-compressor writes it, for none of
     # theirs.
     save("qwen3_moe", CASES["qwen3_moe"], tmp_path / "release", torch.bfloat16)
@@ -67,7 +63,7 @@ def test_transformers_initializes_int4_experts_anew(tmp_path: Path, caplog: pyte
     assert {finding.code for finding in found} == {"CK302"}
 
 
-def ckptkit_scheme() -> Any:
+def ckptkit_scheme():
     from ckptkit.quant.schemes.w4a16 import int4_scheme
 
     return int4_scheme(group_size=32)

@@ -6,7 +6,6 @@ same and does not read what the checkpoint says of its own layout (`content_meta
 
 import shutil
 from itertools import product
-from pathlib import Path
 
 import pytest
 from support import models
@@ -19,14 +18,14 @@ MODELS, BACKENDS = ("qwen2-untied", "qwen3_moe"), ("megatron", "fsdp")
 SIZES = {"qwen2-untied": 147, "qwen3_moe": 543}
 
 
-def merge(backend: str, actor: Path, merged: Path) -> str:
+def merge(backend, actor, merged):
     """Runs `python -m verl.model_merger merge`; returns what it printed."""
     words = ("merge", "--backend", backend, "--local_dir", str(actor), "--target_dir", str(merged))
     return start("verl_worker", *words)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """By model `NAME`, ckptkit's `NAME-megatron`, and by backend what verl saved (`NAME-BACKEND-actor`) and merged.
 
     With Megatron verl's own model loads ckptkit's torch_dist first; with FSDP it is saved by two ranks.
@@ -45,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "backend"), list(product(MODELS, BACKENDS)))
-def test_what_verl_merges_is_the_release_bit_for_bit(root: Path, name: str, backend: str) -> None:
+def test_what_verl_merges_is_the_release_bit_for_bit(root, name, backend):
     merged = root / f"{name}-{backend}-merged"
     assert models.unequal(root / name, merged) == []
     report = ckptkit.verify(merged, root / name)
@@ -57,13 +56,13 @@ def test_what_verl_merges_is_the_release_bit_for_bit(root: Path, name: str, back
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_verl_saves_comes_back_from_ckptkit_bit_for_bit(root: Path, name: str) -> None:
+def test_what_verl_saves_comes_back_from_ckptkit_bit_for_bit(root, name):
     saved = root / f"{name}-megatron-actor" / "model" / "dist_ckpt"
     ckptkit.convert(saved, root / f"{name}-back", hf=root / name)
     assert models.unequal(root / name, root / f"{name}-back") == []
 
 
-def test_the_merger_refuses_one_key_a_layer(root: Path, tmp_path: Path) -> None:
+def test_the_merger_refuses_one_key_a_layer(root, tmp_path):
     model = tmp_path / "actor" / "model"
     shutil.copytree(root / "qwen3_moe-megatron" / "release", model / "dist_ckpt")
     (model / "huggingface").mkdir()

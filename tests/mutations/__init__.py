@@ -5,14 +5,13 @@ function itself, or what a function makes of values. `at` has labels of `starts`
 """
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mutations import hf_files, hf_tensors, int4, ranks, torch_dist
 from mutations.mutation import Mutation
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS = {
     name: one
     for module in (hf_files, hf_tensors, int4, torch_dist, ranks)
     for name, one in vars(module).items()
@@ -20,11 +19,11 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):
     """YAML with `!do`."""
 
 
-def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+def _do(loader, node):
     if isinstance(node, yaml.SequenceNode):
         name, *values = loader.construct_sequence(node, deep=True)
         return _FUNCTIONS[name](*values)
@@ -34,7 +33,7 @@ def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 _Loader.add_constructor("!do", _do)
 
 
-def _mutation(name: str, damage: Any, at: dict[str, str], **fields: Any) -> Mutation:
+def _mutation(name, damage, at, **fields):
     function, *values = damage if isinstance(damage, list) else [damage]
     function = _FUNCTIONS[function] if isinstance(function, str) else function
     return Mutation(

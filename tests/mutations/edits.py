@@ -3,14 +3,10 @@
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_save.blob import Blob
@@ -20,25 +16,25 @@ from ckptkit.storage.buffers import bytes_of
 INDEX = "model.safetensors.index.json"
 
 
-def edit_json(file: Path, change: Callable[[Any], object]) -> None:
+def edit_json(file, change):
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def edit_config(path: Path, **values: Any) -> None:
+def edit_config(path, **values):
     edit_json(path / "config.json", lambda config: config.update(values))
 
 
-def edit_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
+def edit_index(path, change):
     edit_json(path / INDEX, lambda content: change(content["weight_map"]))
 
 
-def shard_of(path: Path, name: str) -> Path:
+def shard_of(path, name):
     return path / json.loads((path / INDEX).read_text())["weight_map"][name]
 
 
-def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit_header(file, change):
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -47,16 +43,16 @@ def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
-def tensor(path: Path, name: str) -> Tensor:
+def tensor(path, name):
     with safe_open(shard_of(path, name), "pt") as file:
         return file.get_tensor(name)
 
 
-def names(path: Path, part: str) -> list[str]:
+def names(path, part):
     return [name for name in json.loads((path / INDEX).read_text())["weight_map"] if part in name]
 
 
-def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) -> None:
+def replace(path, new, old=()):
     """Puts tensors in place of those of the same name, or beside `old` (which go); index and total_size stay true."""
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     beside = weight_map[next(iter(old))] if old else next(reversed(weight_map.values()))
@@ -73,20 +69,20 @@ def replace(path: Path, new: Mapping[str, Tensor], old: Collection[str] = ()) ->
     write_index(path, weight_map | {name: homes[name] for name in new})
 
 
-def write_index(path: Path, weight_map: Mapping[str, str]) -> None:
+def write_index(path, weight_map):
     total = sum(data_bytes(path / file) for file in set(weight_map.values()))
     (path / INDEX).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     )
 
 
-def data_bytes(file: Path) -> int:
+def data_bytes(file):
     with file.open("rb") as stream:
         return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
-def rename(path: Path, new_name: Callable[[str], str]) -> None:
-    weight_map: dict[str, str] = {}
+def rename(path, new_name):
+    weight_map = {}
     for file in sorted(path.glob("*.safetensors")):
         content = {new_name(name): found for name, found in load_file(file).items()}
         save_file(content, file, metadata={"format": "pt"})
@@ -94,19 +90,19 @@ def rename(path: Path, new_name: Callable[[str], str]) -> None:
     write_index(path, weight_map)
 
 
-def edit_common(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit_common(path, change):
     file = path / "release" / "common.pt"
     content = torch.load(file, weights_only=False)
     change(content)
     torch.save(content, file)
 
 
-def stored_tensor(path: Path, key: str, expert: int = 0) -> Tensor:
+def stored_tensor(path, key, expert=0):
     blob, shape, dtype = _stored(path, key, expert)
     return blob.tensor(dtype, shape)
 
 
-def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert: int = 0) -> None:
+def edit_stored(path, key, change, expert=0):
     """Changes its bytes where they lie; the checksum is that of the new bytes."""
     blob, shape, dtype = _stored(path, key, expert)
     changed = change(blob.tensor(dtype, shape))
@@ -115,7 +111,7 @@ def edit_stored(path: Path, key: str, change: Callable[[Tensor], Tensor], expert
         stream.write(saved(changed))
 
 
-def saved(tensor: Tensor) -> bytes:
+def saved(tensor):
     layout, content = (
         SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype)),
         bytes(bytes_of(tensor.contiguous())),
@@ -124,7 +120,7 @@ def saved(tensor: Tensor) -> bytes:
     return layout.header(crc) + content + layout.trailer(crc)
 
 
-def _stored(path: Path, key: str, expert: int) -> tuple[Blob, tuple[int, ...], str]:
+def _stored(path, key, expert):
     with (path / "release" / ".metadata").open("rb") as stream:
         metadata = pickle.load(stream)
     entry = metadata.state_dict_metadata[key]

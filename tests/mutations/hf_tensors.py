@@ -1,8 +1,7 @@
 """Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
 
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,40 +15,40 @@ Change = Callable[[Tensor], Tensor]
 # Changes of one tensor. Where `valued` or `stored` applies them, shape and dtype stay as they were.
 
 
-def cast(dtype: str) -> Change:
+def cast(dtype):
     return lambda before: before.to(getattr(torch, dtype))
 
 
-def first(rows: int) -> Change:
+def first(rows):
     return lambda before: before[:rows]
 
 
-def columns(count: int) -> Change:
+def columns(count):
     return lambda before: before[:, :count]
 
 
-def turned(before: Tensor) -> Tensor:
+def turned(before):
     return before.T
 
 
-def zero_rows_added(before: Tensor) -> Tensor:
+def zero_rows_added(before):
     return torch.cat([before, before[:32] * 0])
 
 
-def filled(value: float) -> Change:
+def filled(value):
     return lambda before: torch.full_like(before, value)
 
 
-def times(factor: float) -> Change:
+def times(factor):
     return lambda before: before * factor
 
 
-def halved(before: Tensor) -> Tensor:
+def halved(before):
     return before // 2
 
 
-def last(value: float) -> Change:
-    def change(before: Tensor) -> Tensor:
+def last(value):
+    def change(before):
         after = before.clone()
         after.view(-1)[-1] = value
         return after
@@ -57,69 +56,69 @@ def last(value: float) -> Change:
     return change
 
 
-def half_zero(axis: int) -> Change:
+def half_zero(axis):
     """Only the first half along an axis was ever loaded."""
 
-    def change(before: Tensor) -> Tensor:
+    def change(before):
         kept, lost = before.chunk(2, axis)
         return torch.cat([kept, lost * 0], axis)
 
     return change
 
 
-def vocabulary_cut(before: Tensor) -> Tensor:
+def vocabulary_cut(before):
     return torch.cat([before[:300], before[300:] * 0])
 
 
-def denormal(before: Tensor) -> Tensor:
+def denormal(before):
     """What bytes of another format look like: numbers, and all of them far below what a weight can be."""
     return torch.full_like(before, 1e-39) * torch.sign(before)
 
 
-def unwritten(before: Tensor) -> Tensor:
+def unwritten(before):
     """What memory that was never written may hold: finite numbers of every magnitude."""
     generator = torch.Generator().manual_seed(5)
     return torch.exp(torch.rand(before.shape, generator=generator) * 60 - 40) * torch.sign(before.float())
 
 
-def other_training(before: Tensor) -> Tensor:
+def other_training(before):
     """What a base model has in the place: values like these, and not these."""
     return torch.randn(before.shape, generator=torch.Generator().manual_seed(7)) * before.float().std()
 
 
-def zero_centered(before: Tensor) -> Tensor:
+def zero_centered(before):
     return before - 6.9
 
 
-def rows_reversed(before: Tensor) -> Tensor:
+def rows_reversed(before):
     return before.flip(0)
 
 
-def columns_reversed(before: Tensor) -> Tensor:
+def columns_reversed(before):
     return before.flip(1)
 
 
-def rolled(by: int) -> Change:
+def rolled(by):
     """Every row has moved by so many places."""
     return lambda before: before.roll(by, 0)
 
 
-def halves(axis: int) -> Change:
+def halves(axis):
     """The two halves along an axis in each other's place: two tensor parallel ranks joined in the wrong order."""
     return lambda before: before.roll(before.shape[axis] // 2, axis)
 
 
-def rows_by_turns(before: Tensor) -> Tensor:
+def rows_by_turns(before):
     """Gate and up, one row of each after the other."""
     return before.unflatten(-2, (2, -1)).transpose(-3, -2)
 
 
-def regrouped(before: Tensor) -> Tensor:
+def regrouped(before):
     """Query heads as if one of each group came first: 2 groups of 5 heads of 32."""
     return before.reshape(2, 5, 32, -1).transpose(0, 1)
 
 
-def half_turned(before: Tensor) -> Tensor:
+def half_turned(before):
     """Rotary rows of every head of 32 in pairs instead of halves, as Meta's Llama has them."""
     return before.reshape(-1, 2, 16, before.shape[-1]).transpose(1, 2)
 
@@ -127,16 +126,16 @@ def half_turned(before: Tensor) -> Tensor:
 # Damages: names.
 
 
-def lost(path: Path, name: str) -> None:
+def lost(path, name):
     """One tensor is in no shard, and the index does not list it."""
     replace(path, {}, [name])
 
 
-def lost_all(path: Path, folded: str, part: str) -> None:
+def lost_all(path, folded, part):
     replace(path, {}, names(path, part))
 
 
-def never_exported(path: Path, folded: str, part: str) -> None:
+def never_exported(path, folded, part):
     """Another export, into one file, without the tensors with this part in their names."""
     kept = {name: tensor(path, name) for name in names(path, "") if part not in name}
     for file in [*path.glob("*.safetensors"), path / INDEX]:
@@ -144,11 +143,11 @@ def never_exported(path: Path, folded: str, part: str) -> None:
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def renamed(path: Path, name: str, old: str, new: str) -> None:
+def renamed(path, name, old, new):
     rename(path, lambda one: re.sub(old, new, one))
 
 
-def lora(path: Path, name: str) -> None:
+def lora(path, name):
     base = "model.layers.3.self_attn.q_proj"
     replace(path, {f"{base}.lora_{part}.weight": torch.randn(8, 128).bfloat16() for part in "AB"})
 
@@ -156,27 +155,27 @@ def lora(path: Path, name: str) -> None:
 # Shapes and dtypes.
 
 
-def reshaped(path: Path, name: str, change: Change) -> None:
+def reshaped(path, name, change):
     """One tensor is stored in another shape or dtype; total_size stays true."""
     replace(path, {name: change(tensor(path, name))})
 
 
-def merged_with(path: Path, name: str, others: Sequence[str]) -> None:
+def merged_with(path, name, others):
     """The tensor holds others of its layer too, which are still there."""
     parent, own, leaf = name.rsplit(".", 2)
     replace(path, {name: torch.cat([tensor(path, f"{parent}.{module}.{leaf}") for module in (own, *others)])})
 
 
-def fused_turned(path: Path, name: str) -> None:
+def fused_turned(path, name):
     """Fused experts [experts, out, in] as [experts, in, out] in every layer."""
     replace(path, {one: tensor(path, one).transpose(1, 2) for one in names(path, ".experts.gate_up_proj")})
 
 
-def all_in(path: Path, folded: str, dtype: str, part: str) -> None:
+def all_in(path, folded, dtype, part):
     replace(path, {name: cast(dtype)(tensor(path, name)) for name in names(path, part)})
 
 
-def shard_in(path: Path, folded: str, name: str, dtype: str) -> None:
+def shard_in(path, folded, name, dtype):
     """The shard of a tensor was converted with another dtype."""
     shard = shard_of(path, name)
     content = {key: cast(dtype)(value) for key, value in load_file(shard).items()}
@@ -187,33 +186,33 @@ def shard_in(path: Path, folded: str, name: str, dtype: str) -> None:
 # Values.
 
 
-def valued(path: Path, name: str, change: Change) -> None:
+def valued(path, name, change):
     before = tensor(path, name)
     replace(path, {name: change(before).to(before.dtype).reshape(before.shape)})
 
 
-def fused(path: Path, folded: str, part: str, change: Change) -> None:
+def fused(path, folded, part, change):
     """One fused tensor holds other values; the place is how a finding names its experts."""
     reshaped(path, f"model.layers.5.mlp.experts.{part}", change)
 
 
-def copied(path: Path, folded: str, name: str, origin: str) -> None:
+def copied(path, folded, name, origin):
     """A tensor holds the bytes of another; the place is how a finding names both."""
     replace(path, {name: tensor(path, origin)})
 
 
-def as_embedding(path: Path, name: str) -> None:
+def as_embedding(path, name):
     """An output layer that was tied while training."""
     copied(path, "", name, "model.embed_tokens.weight")
 
 
-def swapped(path: Path, name: str, old: str, new: str) -> None:
+def swapped(path, name, old, new):
     """The tensor and the one whose name has `new` for `old` hold each other's values."""
     other = name.replace(old, new)
     replace(path, {name: tensor(path, other), other: tensor(path, name)})
 
 
-def of_another_number(path: Path, pattern: str, origin: Callable[[int], int]) -> None:
+def of_another_number(path, pattern, origin):
     """Every tensor that fits holds the values of the one with the number `origin(number)`, the pattern's one group."""
     moved = {}
     for name in names(path, ""):
@@ -223,21 +222,21 @@ def of_another_number(path: Path, pattern: str, origin: Callable[[int], int]) ->
     replace(path, moved)
 
 
-def next_of(path: Path, folded: str, pattern: str, count: int) -> None:
+def next_of(path, folded, pattern, count):
     """Each has the values of the next, the last those of the first."""
     of_another_number(path, pattern, lambda number: (number + 1) % count)
 
 
-def experts_of_rank_0(path: Path, folded: str) -> None:
+def experts_of_rank_0(path, folded):
     """The second of two expert parallel ranks wrote the experts that have its local numbers: 6 to 11 are 0 to 5."""
     of_another_number(path, r".*\.experts\.(\d+)\..*", lambda number: number % 6)
 
 
-def layers_of_stage_0(path: Path, folded: str) -> None:
+def layers_of_stage_0(path, folded):
     """The second of two pipeline stages wrote its layers by their local numbers: 6 to 11 are 0 to 5."""
     of_another_number(path, r"model\.layers\.(\d+)\..*", lambda number: number % 6)
 
 
-def rounded_state(path: Path, folded: str) -> None:
+def rounded_state(path, folded):
     """fp32 state that went through bfloat16 and came back: the dtype is right again, the values are not."""
     replace(path, {name: tensor(path, name).bfloat16().float() for name in names(path, "e_score_correction_bias")})

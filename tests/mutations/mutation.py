@@ -1,20 +1,19 @@
 """A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` finds it."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from support import models
 
-from ckptkit.verify.core.report import CheckResult, Finding, Report, Severity
+from ckptkit.verify.core.report import Severity
 from ckptkit.verify.run import verify
-from mutations.starts import Starts
 
 # What has to be read to see it, from cheap to expensive: headers and JSON, configuration, all bytes, a source too.
 Level = Literal["headers", "configuration", "values", "source"]
-LEVELS: tuple[Level, ...] = ("headers", "configuration", "values", "source")
+LEVELS = ("headers", "configuration", "values", "source")
 
 # Breaks the copy at a path, at the place that the registry names for this checkpoint: a tensor, a key, a file. Where a
 # finding has to name something else than that place, it returns this text.
@@ -22,10 +21,10 @@ Damage = Callable[[Path, str], object]
 
 _SOURCE = frozenset({"CK202", "CK203", "CK305"})
 _VALUES = frozenset({"CK120", "CK304", "CK308"})
-_BY_PREFIX: Mapping[str, Level] = {"CK1": "headers", "CK2": "values", "CK3": "headers", "CK7": "configuration"}
+_BY_PREFIX = {"CK1": "headers", "CK2": "values", "CK3": "headers", "CK7": "configuration"}
 
 
-def level_of(code: str) -> Level:
+def level_of(code):
     """What a check has to read. Raises KeyError for the code of a witness, which mutations do not run."""
     if code in _SOURCE:
         return "source"
@@ -57,17 +56,17 @@ class Mutation:
     cheapest: Level | None = None
 
     @property
-    def level(self) -> Level:
+    def level(self):
         """The cheapest at which something is found: that of its code, where no other is given."""
         return self.cheapest or level_of(self.code)
 
     @property
-    def source(self) -> bool:
+    def source(self):
         """Whether it is run with the release to compare with."""
         return self.with_source or self.level == "source"
 
 
-def missed(mutation: Mutation, named: str, report: Report) -> str | None:
+def missed(mutation, named, report):
     """Why this report does not do: nothing found, another code, another place, another level. None when it does."""
     found = [finding for finding in report.findings if finding.code == mutation.code]
     codes = sorted({finding.code for finding in report.findings})
@@ -84,7 +83,7 @@ def missed(mutation: Mutation, named: str, report: Report) -> str | None:
     return None
 
 
-def said(finding: Finding) -> str:
+def said(finding):
     """Where a finding says that it is: tensors, file, and the setting that it quotes."""
     where = (finding.tensor or "", *finding.names, Path(finding.file or "").name)
     return " ".join((*where, finding.expected, finding.actual))
@@ -93,7 +92,7 @@ def said(finding: Finding) -> str:
 Run = tuple[Mutation, str]
 
 
-def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> str | None:
+def run(mutation, label, starts, work):
     """Why `verify` does not find it as it should in a copy that is broken and removed; None where it does."""
     start = starts.path(label)
     path = Path(shutil.copytree(start, work / "checkpoint"))
@@ -107,7 +106,7 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> str | Non
     return missed(mutation, named if isinstance(named, str) else mutation.on[label], report)
 
 
-def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
+def clean(label, starts):
     """What is found in a sound checkpoint, alone and against its source, and the checks that did not pass."""
     path = starts.path(label)
     reports = [verify(path), verify(path, source=starts.source(label))]
@@ -115,17 +114,17 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
     return [*findings, *(check for report in reports for check in report.checks if check.status != "passed")]
 
 
-def runs(mutations: Iterable[Mutation]) -> list[Run]:
+def runs(mutations):
     return [(mutation, label) for mutation in mutations for label in mutation.on]
 
 
-def one_each(runs: Iterable[Run]) -> list[Run]:
+def one_each(runs):
     """One run of each way to break a kind of checkpoint for each code, so that all checkpoints have their turn."""
-    found: dict[tuple[str, str, str], list[Run]] = {}
+    found = {}
     for mutation, label in runs:
         found.setdefault((mutation.code, mutation.way, label.partition("/")[2]), []).append((mutation, label))
     return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
 
 
-def name_of(run: Run) -> str:
+def name_of(run):
     return f"{run[0].name}, {run[1]}"

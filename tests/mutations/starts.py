@@ -1,7 +1,6 @@
 """The clean checkpoints that mutations break: six small models, as releases, in INT4 and as Megatron saves them."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from support import models
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.dtypes import dtype_name
@@ -36,7 +34,7 @@ _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
 _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 
 
-def labels() -> list[str]:
+def labels():
     """`MODEL/KIND` of each checkpoint.
 
     `hf`, `fused` (experts in one tensor), `int4`, `megatron`, `hybrid` (Megatron's HybridModel), and `trained` (with
@@ -50,11 +48,11 @@ def labels() -> list[str]:
 class Starts:
     """Makes each checkpoint at its first use. Read only: mutations break copies."""
 
-    def __init__(self, root: Path, cases: Mapping[str, case.Case] = CASES) -> None:
+    def __init__(self, root, cases=CASES):
         self._root = root
         self._cases = cases
 
-    def path(self, label: str) -> Path:
+    def path(self, label):
         model, _, kind = label.partition("/")
         path = self._root / model / kind
         if not path.exists():
@@ -62,10 +60,10 @@ class Starts:
             self._make(model, kind, path)
         return path
 
-    def source(self, label: str) -> Path:
+    def source(self, label):
         return self.path(f"{label.partition('/')[0]}/hf")
 
-    def manifest(self, label: str) -> Path:
+    def manifest(self, label):
         """What `verify --manifest` of an HF checkpoint names, computed without ckptkit."""
         path = self.path(label)
         file = path.with_suffix(".json")
@@ -82,7 +80,7 @@ class Starts:
             file.write_text(json.dumps(content))
         return file
 
-    def _make(self, model: str, kind: str, path: Path) -> None:
+    def _make(self, model, kind, path):
         name = MODELS.get(model, model)
         if kind in ("hf", "fused"):
             case.save(name, self._cases[name], path, torch.bfloat16, fused=kind == "fused")
@@ -95,11 +93,11 @@ class Starts:
                 add_optimizer(path)
 
 
-def _digest(tensor: Tensor) -> str:
+def _digest(tensor):
     return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path):
     """The tokenizer files of a release: 340 tokens, the special ones that config.json means, a chat template."""
     tokens = (*_SPECIAL, *(f"w{number}" for number in range(len(_SPECIAL), _TOKENS)))
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))  # noqa: S106
@@ -119,18 +117,18 @@ def write_tokenizer(path: Path) -> None:
     )
 
 
-def add_optimizer(path: Path) -> None:
+def add_optimizer(path):
     """Adds what `fully_reshardable` of megatron-core's distributed optimizer saves: float32, a key for each weight."""
     torch.manual_seed(0)
     with (path / "release" / "__0_9.distcp").open("wb") as file:
 
-        def add(content: Metadata) -> None:
+        def add(content):
             weights = [key for key, one in content.state_dict_metadata.items() if hasattr(one, "chunks")]
             for key in weights:
                 for kind in ("param", "exp_avg", "exp_avg_sq"):
                     _add(content, key, kind)
 
-        def _add(content: Metadata, key: str, kind: str) -> None:
+        def _add(content, key, kind):
             name, entry = f"optimizer.state.{kind}.{key}", content.state_dict_metadata[key]
             content.state_dict_metadata[name] = replace(
                 entry, properties=replace(entry.properties, dtype=torch.float32)
@@ -149,7 +147,7 @@ def add_optimizer(path: Path) -> None:
     edit_common(path, lambda common: common.update(iteration=10))
 
 
-def _state(kind: str, weight: Tensor) -> Tensor:
+def _state(kind, weight):
     """State of a weight after a step; the master weight differs by less than bfloat16 shows."""
     noise = torch.rand(weight.shape)
     return weight.float() * (1 + noise * 2**-10) if kind == "param" else noise + 1

@@ -12,7 +12,7 @@ from ckptkit.verify.core.check import all_checks
 from ckptkit.verify.core.report import Finding, Report
 from mutations import MUTATIONS
 from mutations.edits import edit_config
-from mutations.mutation import LEVELS, Mutation, Run, clean, level_of, missed, name_of, one_each, run, runs
+from mutations.mutation import LEVELS, Mutation, clean, level_of, missed, name_of, one_each, run, runs
 from mutations.starts import MODELS, Starts, labels
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "lab" / "failure-modes.md"
@@ -24,21 +24,21 @@ NORM = Mutation("test", "F5", "CK702", lambda path, place: None, {"qwen2/hf": "r
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(tmp_path_factory):
     return Starts(tmp_path_factory.mktemp("starts"))
 
 
 @pytest.mark.parametrize("label", labels())
-def test_a_clean_one_has_no_finding(label: str, starts: Starts) -> None:
+def test_a_clean_one_has_no_finding(label, starts):
     assert clean(label, starts) == []
 
 
 @pytest.mark.parametrize("case", daily(RUNS, one_each(RUNS)), ids=name_of)
-def test_it_is_found(case: Run, starts: Starts, tmp_path: Path) -> None:
+def test_it_is_found(case, starts, tmp_path):
     assert run(*case, starts, tmp_path) is None
 
 
-def rows() -> dict[str, list[str]]:
+def rows():
     """What lab/failure-modes.md says of every mode: what goes wrong, its checks, its mutations."""
     modes = re.split(r"^\*\*(F\d+)\.\*\*", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
     return {
@@ -47,29 +47,29 @@ def rows() -> dict[str, list[str]]:
     }
 
 
-def codes(text: str) -> set[str]:
+def codes(text):
     return set(re.findall(r"CK\d{3}", text))
 
 
-def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist() -> None:
+def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist():
     names = re.findall(r"^(\S.*):$", Path(__file__).with_name("mutations.yaml").read_text(), re.MULTILINE)
     assert len(set(names)) == len(names) == len(MUTATIONS)
     assert [one.name for one in MUTATIONS if not one.on or not set(one.on) <= set(labels())] == []
     assert {label.partition("/")[0] for one in MUTATIONS for label in one.on} == set(MODELS)
 
 
-def test_a_cheaper_level_is_only_named_where_it_is_not_that_of_the_code() -> None:
+def test_a_cheaper_level_is_only_named_where_it_is_not_that_of_the_code():
     """There a dearer check says what is wrong where a cheaper one only says that something is."""
     named = {one.name: one for one in MUTATIONS if one.cheapest}
     assert set(named) == {"both rotary spellings, two bases", "router biases rounded", "whole model in float16"}
     assert all(LEVELS.index(one.level) < LEVELS.index(level_of(one.code)) for one in named.values())
 
 
-def test_the_document_has_every_mode_once() -> None:
+def test_the_document_has_every_mode_once():
     assert list(rows()) == MODES
 
 
-def test_the_document_names_checks_and_mutations_that_exist() -> None:
+def test_the_document_names_checks_and_mutations_that_exist():
     registered, names = {check.code for check in all_checks()}, {one.name for one in MUTATIONS}
     for mode, (_, checks, examples) in rows().items():
         assert codes(checks) <= registered, mode
@@ -79,7 +79,7 @@ def test_the_document_names_checks_and_mutations_that_exist() -> None:
             assert [name for name in examples.split("; ") if name not in names] == [], mode
 
 
-def test_the_document_names_the_code_of_every_mutation_in_the_rows_of_its_modes() -> None:
+def test_the_document_names_the_code_of_every_mutation_in_the_rows_of_its_modes():
     found = rows()
     wrong = [
         (one.name, mode, one.code)
@@ -90,24 +90,24 @@ def test_the_document_names_the_code_of_every_mutation_in_the_rows_of_its_modes(
     assert wrong == []
 
 
-def test_every_mode_that_files_can_show_has_a_mutation() -> None:
+def test_every_mode_that_files_can_show_has_a_mutation():
     assert {mode for one in MUTATIONS for mode in one.modes.split()} == set(MODES) - WITHOUT_MUTATION
 
 
-def test_a_mutation_that_changes_nothing_is_an_error(starts: Starts, tmp_path: Path) -> None:
+def test_a_mutation_that_changes_nothing_is_an_error(starts, tmp_path):
     assert run(NORM, "qwen2/hf", starts, tmp_path) == "the mutation changed nothing on disk"
 
 
-def test_one_that_changes_something_is_found(starts: Starts, tmp_path: Path) -> None:
+def test_one_that_changes_something_is_found(starts, tmp_path):
     other = replace(NORM, damage=lambda path, place: edit_config(path, rms_norm_eps=1e-3))
     assert run(other, "qwen2/hf", starts, tmp_path) is None
 
 
-def judged(mutation: Mutation, *findings: Finding) -> str | None:
+def judged(mutation, *findings):
     return missed(mutation, "rms_norm_eps", Report("0", (), "here", None, [], findings, {}))
 
 
-def test_what_is_not_found_as_it_should_be_is_missed() -> None:
+def test_what_is_not_found_as_it_should_be_is_missed():
     right = Finding("CK702", "rms_norm_eps = 1e-05", "rms_norm_eps = 0.001", "")
     assert judged(NORM, right) is None
     assert judged(NORM) == "CK702 found nothing; findings are of no check"

@@ -2,21 +2,15 @@
 
 import pickle
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from support import models
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_save.blob import Blob
 from mutations.edits import edit_common, edit_json, edit_stored, saved, stored_tensor
-from mutations.hf_files import FileChange
-from mutations.hf_tensors import Change
 
 TRACKER, FILE = "latest_checkpointed_iteration.txt", "__0_0.distcp"
 FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
@@ -24,87 +18,87 @@ FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
 # Files.
 
 
-def release_file(path: Path, file: str, change: FileChange) -> None:
+def release_file(path, file, change):
     """A file of the iteration is shorter or longer."""
     change(path / "release" / file)
 
 
-def release_gone(path: Path, file: str) -> None:
+def release_gone(path, file):
     (path / "release" / file).unlink()
 
 
-def release_garbage(path: Path, file: str) -> str:
+def release_garbage(path, file):
     (path / "release" / file).write_bytes(b"garbage")
     return "release"
 
 
-def stray(path: Path, file: str) -> None:
+def stray(path, file):
     (path / "release" / file).write_bytes(b"of an earlier save")
 
 
-def not_moved(path: Path, file: str) -> None:
+def not_moved(path, file):
     """A converter died after it wrote the tracker and before it moved iter_0000001."""
     (path / "release").rename(path / "iter_0000001")
 
 
-def another_iteration(path: Path, file: str) -> str:
+def another_iteration(path, file):
     """The directory of one iteration under the number of another."""
     (path / "release").rename(path / "iter_0000400")
     (path / file).write_text("400")
     return "iteration 400"
 
 
-def backend(path: Path, file: str, name: str) -> None:
+def backend(path, file, name):
     edit_json(path / "release" / file, lambda content: content.update(sharded_backend=name))
 
 
 # Metadata: which keys and chunks there are, and where they are stored.
 
 
-def metadata(path: Path, key: str, change: Callable[[Metadata, str], object], named: str | None = None) -> str | None:
+def metadata(path, key, change, named=None):
     """`.metadata` has something else for a key; `named` is what a finding names in place of the key."""
-    models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
+    models.edit_metadata(path / "release", lambda content: change(content, key))
     return named
 
 
-def index_of(content: Metadata, key: str, part: int = 0) -> MetadataIndex:
+def index_of(content, key, part=0):
     return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
 
 
-def key_lost(content: Metadata, key: str) -> None:
+def key_lost(content, key):
     """Neither the key nor where it lies."""
     del content.state_dict_metadata[key]
     for index in [index for index in content.storage_data if index.fqn == key]:
         del content.storage_data[index]
 
 
-def added(content: Metadata, key: str) -> None:
+def added(content, key):
     """A key that no rule knows, with the bytes of another."""
     content.state_dict_metadata[key] = content.state_dict_metadata[FC1]
     content.storage_data[MetadataIndex(key, torch.Size([0, 0]), 0)] = content.storage_data[index_of(content, FC1)]
 
 
-def moved(by: int) -> Callable[[Metadata, str], None]:
-    def change(content: Metadata, key: str) -> None:
+def moved(by):
+    def change(content, key):
         content.storage_data[index_of(content, key)].offset += by
 
     return change
 
 
-def beyond(content: Metadata, key: str) -> None:
+def beyond(content, key):
     content.storage_data[index_of(content, key)].offset += 1 << 30
 
 
-def in_another_file(content: Metadata, key: str) -> None:
+def in_another_file(content, key):
     content.storage_data[index_of(content, key)].relative_path = "__3_0.distcp"
 
 
-def shorter(content: Metadata, key: str) -> None:
+def shorter(content, key):
     """An entry that is said to be shorter than its tensor."""
     content.storage_data[index_of(content, key)].length //= 2
 
 
-def hole(content: Metadata, key: str) -> None:
+def hole(content, key):
     """Only the first rows are in a chunk."""
     old = index_of(content, key)
     first = content.state_dict_metadata[key].chunks[0]
@@ -114,7 +108,7 @@ def hole(content: Metadata, key: str) -> None:
     assert old.offset == first.offsets
 
 
-def overlap(content: Metadata, key: str) -> None:
+def overlap(content, key):
     """The same rows in two chunks."""
     chunks = content.state_dict_metadata[key].chunks
     chunks.append(chunks[0])
@@ -123,19 +117,19 @@ def overlap(content: Metadata, key: str) -> None:
     ]
 
 
-def expert_lost(content: Metadata, key: str) -> None:
+def expert_lost(content, key):
     """One rank's expert never arrived."""
     content.state_dict_metadata[key].chunks.pop(5)
 
 
-def fewer_experts(content: Metadata, key: str) -> None:
+def fewer_experts(content, key):
     """The tensor is one expert shorter, and its chunks agree."""
     entry = content.state_dict_metadata[key]
     entry.chunks.pop()
     entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
 
 
-def entry_turned(content: Metadata, key: str) -> None:
+def entry_turned(content, key):
     """A tensor of the same bytes in another shape."""
     entry = content.state_dict_metadata[key]
     rows, columns = entry.size
@@ -143,7 +137,7 @@ def entry_turned(content: Metadata, key: str) -> None:
     entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
 
 
-def stacked(content: Metadata, key: str) -> None:
+def stacked(content, key):
     """The key of another layout: without the number of its layer."""
     content.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"] = content.state_dict_metadata.pop(key)
     old = index_of(content, key)
@@ -152,8 +146,8 @@ def stacked(content: Metadata, key: str) -> None:
     )
 
 
-def layer_lost(path: Path, prefix: str) -> str:
-    def change(content: Metadata) -> None:
+def layer_lost(path, prefix):
+    def change(content):
         for key in [key for key in content.state_dict_metadata if key.startswith(prefix)]:
             key_lost(content, key)
 
@@ -162,22 +156,22 @@ def layer_lost(path: Path, prefix: str) -> str:
     return prefix + "mlp.linear_fc1.weight" if prefix.startswith("decoder") else prefix + "*"
 
 
-def extra_states_lost(path: Path, place: str) -> None:
+def extra_states_lost(path, place):
     """All `_extra_state` objects, as a writer leaves them out that knows only tensors."""
 
-    def change(content: Metadata) -> None:
+    def change(content):
         for key in [key for key in content.state_dict_metadata if "_extra_state" in key]:
             key_lost(content, key)
 
     models.edit_metadata(path / "release", change)
 
 
-def padded(path: Path, key: str, rows: Change = torch.clone) -> None:
+def padded(path, key, rows=torch.clone):
     """The embedding with 32 rows more, made of its first; the bytes are appended to the file."""
     file = path / "release" / FILE
     end = file.stat().st_size
 
-    def change(content: Metadata) -> None:
+    def change(content):
         entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
         before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
         after = torch.cat([before, rows(before[:32])])
@@ -194,30 +188,30 @@ def padded(path: Path, key: str, rows: Change = torch.clone) -> None:
 # Arguments, and the config.json beside them.
 
 
-def argument(path: Path, place: str, name: str, value: Any) -> None:
+def argument(path, place, name, value):
     edit_common(path, lambda common: setattr(common["args"], name, value))
 
 
-def arguments_gone(path: Path, place: str) -> None:
+def arguments_gone(path, place):
     """The arguments are a text, as some tools write them."""
     edit_common(path, lambda common: common.update(args="--num-layers 12"))
 
 
-def layout(path: Path, place: str, values: Mapping[str, Any]) -> None:
+def layout(path, place, values):
     edit_common(path, lambda common: common["content_metadata"].update(values))
 
 
-def megatron_config(path: Path, place: str, values: Mapping[str, Any]) -> None:
+def megatron_config(path, place, values):
     edit_json(path / "hf" / "config.json", lambda config: config.update(values))
 
 
-def numbered(path: Path, place: str, number: Callable[[int], int]) -> None:
+def numbered(path, place, number):
     """Every decoder layer is stored under another number; what a finding names is a tensor that is then missing."""
 
-    def other(key: str) -> str:
+    def other(key):
         return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{number(int(match[2]))}", key)
 
-    def change(content: Metadata) -> None:
+    def change(content):
         content.state_dict_metadata = {other(key): entry for key, entry in content.state_dict_metadata.items()}
         content.storage_data = {
             MetadataIndex(other(index.fqn), index.offset, index.index): place
@@ -227,22 +221,22 @@ def numbered(path: Path, place: str, number: Callable[[int], int]) -> None:
     models.edit_metadata(path / "release", change)
 
 
-def next_number(layer: int) -> int:
+def next_number(layer):
     return layer + 1
 
 
-def other_of_two(layer: int) -> int:
+def other_of_two(layer):
     return layer ^ 1
 
 
-def nothing(path: Path, place: str) -> None:
+def nothing(path, place):
     """The checkpoint stays as it is."""
 
 
 # Values.
 
 
-def bytes_damaged(path: Path, key: str) -> str:
+def bytes_damaged(path, key):
     """A block of a disk reads as zeros: the checksum of the entry no longer fits."""
     with (path / "release" / ".metadata").open("rb") as stream:
         content = pickle.load(stream)
@@ -253,19 +247,19 @@ def bytes_damaged(path: Path, key: str) -> str:
     return "checksum"
 
 
-def stored(path: Path, key: str, change: Change, expert: int = 0, named: str | None = None) -> str | None:
+def stored(path, key, change, expert=0, named=None):
     """A stored tensor, or one expert of it, holds other values; `named` is what a finding calls it."""
     edit_stored(path, key, lambda before: change(before).to(before.dtype).reshape(before.shape), expert)
     return named
 
 
-def swapped_entries(path: Path, named: str, first: str, second: str) -> None:
+def swapped_entries(path, named, first, second):
     values = [stored_tensor(path, key) for key in (second, first)]
     edit_stored(path, first, lambda _: values[0])
     edit_stored(path, second, lambda _: values[1])
 
 
-def stored_layers_of_stage_0(path: Path, folded: str) -> None:
+def stored_layers_of_stage_0(path, folded):
     """The second of two pipeline stages wrote its layers by their local numbers: 6 to 11 are 0 to 5."""
     for kind in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
         for layer in range(6, 12):
@@ -273,7 +267,7 @@ def stored_layers_of_stage_0(path: Path, folded: str) -> None:
             edit_stored(path, f"decoder.layers.{layer}.{kind}.weight", lambda _, origin=origin: origin)
 
 
-def ungrouped(before: Tensor) -> Tensor:
+def ungrouped(before):
     """q, k and v above one another, where Megatron has 5 queries, a key and a value for each of 2 groups."""
     groups = before.reshape(2, 7, 32, -1)
     return torch.cat([groups[:, :5].reshape(320, -1), groups[:, 5].reshape(64, -1), groups[:, 6].reshape(64, -1)])
@@ -282,12 +276,12 @@ def ungrouped(before: Tensor) -> Tensor:
 # Optimizer state.
 
 
-def state(path: Path, key: str, change: Change, expert: int = 0) -> str | None:
+def state(path, key, change, expert=0):
     edit_stored(path, key, change, expert)
     return key.replace(".experts.linear", f".experts.{expert}.linear") if expert else None
 
 
-def never_stepped(path: Path, kind: str) -> str:
+def never_stepped(path, kind):
     for key, entry in read_metadata(path / "release").tensors.items():
         if key.startswith(f"optimizer.state.{kind}."):
             for chunk in entry.chunks:

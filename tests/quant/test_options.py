@@ -1,14 +1,11 @@
 """The options of `quantize` and `convert --quantize`: grids, `--like`, `--reader`, `--tp`, `--device`, `--preset`."""
 
 import json
-from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from click.testing import CliRunner
 from support import models
-from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
@@ -28,20 +25,18 @@ CASES = [
 IGNORED = ["--ignore", r"re:.*\.mlp\.down_proj(\.weight)?$"]  # 288 input features, which only 32 divides
 
 
-def run(*arguments: str | Path) -> None:
+def run(*arguments):
     result = CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
-def scheme_of(path: Path) -> QuantScheme:
+def scheme_of(path):
     scheme = read_scheme(json.loads((path / "config.json").read_text()))
     return QuantScheme(scheme.group_size, scheme.grid, (), scheme.symmetric, scheme.search, scheme.scale_dtype)
 
 
 @pytest.mark.parametrize(("options", "scheme"), CASES)
-def test_every_option_is_recorded_and_the_result_verifies(
-    options: list[str], scheme: QuantScheme, releases: PathOf, tmp_path: Path
-) -> None:
+def test_every_option_is_recorded_and_the_result_verifies(options, scheme, releases, tmp_path):
     """`verify` unpacks with compressed-tensors and compares every weight with its source."""
     run("quantize", releases("qwen2-tied"), tmp_path / "out", *options, *IGNORED)
     assert scheme_of(tmp_path / "out") == scheme
@@ -50,7 +45,7 @@ def test_every_option_is_recorded_and_the_result_verifies(
     assert {check.code for check in report.checks if check.status == "passed"} >= {"CK302", "CK303", "CK304", "CK305"}
 
 
-def test_options_of_convert_and_of_an_int4_source(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_options_of_convert_and_of_an_int4_source(releases, converted, tmp_path):
     """`convert --quantize` has the same; of an INT4 source those that are not given are its own."""
     options = ("--group-size", "32", "--asymmetric")
     run("convert", converted("qwen2-tied"), tmp_path / "out", "--quantize", "w4a16", *options)
@@ -61,7 +56,7 @@ def test_options_of_convert_and_of_an_int4_source(releases: PathOf, converted: P
 
 
 @pytest.mark.usefixtures("kernel_tiles")
-def test_layers_that_no_kernel_of_sglang_runs_are_noted(releases: PathOf, tmp_path: Path) -> None:
+def test_layers_that_no_kernel_of_sglang_runs_are_noted(releases, tmp_path):
     """down_proj has 288 columns, which no tile divides; other readers have other kernels."""
     scheme = QuantScheme(32, "qmax7")
     (note,) = quantize(releases("qwen2-untied"), tmp_path / "all", scheme).notes
@@ -75,9 +70,7 @@ QAT = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "OPEN_TRAINING_INT4_GROUP_SIZE=32")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(
-    name: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(name, releases, tmp_path):
     made = quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
     tensors = models.tensors(tmp_path / "int4")
     assert made.packed is not None
@@ -98,7 +91,7 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
     assert [status[code] for code in ("CK301", "CK302", "CK709", "CK715")] == ["passed"] * 4, report.findings
 
 
-def test_what_the_preset_refuses(releases: PathOf, tmp_path: Path) -> None:
+def test_what_the_preset_refuses(releases, tmp_path):
     with pytest.raises(CkptkitError, match="packs") as refused:
         quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
     assert "BF16" in str(refused.value.hint)
@@ -110,10 +103,8 @@ def test_what_the_preset_refuses(releases: PathOf, tmp_path: Path) -> None:
     assert not (tmp_path / "int4").exists()
 
 
-def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(
-    releases: PathOf, tmp_path: Path
-) -> None:
-    def advice(name: str, scheme: QuantScheme = SCHEME, preset: Literal["rl"] | None = None) -> str | None:
+def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(releases, tmp_path):
+    def advice(name, scheme=SCHEME, preset=None):
         found = quantize(releases(name), tmp_path / "out", scheme, dry_run=True, preset=preset)
         assert found.packed is not None
         return found.packed.advice
@@ -131,23 +122,23 @@ ATTENTION = [r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$", r"re:.*\.self_at
 
 
 @pytest.fixture(scope="module")
-def source(releases: PathOf) -> Path:
+def source(releases):
     return releases("qwen3_moe")
 
 
 @pytest.fixture(scope="module")
-def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(source, tmp_path_factory):
     """Attention left as it is, in a spelling of its own."""
     path = tmp_path_factory.mktemp("reference") / "int4"
     run("quantize", source, path, "--group-size", "32", "--grid", "minmax", "--ignore", "re:.*self_attn.*")
     return path
 
 
-def packed(path: Path) -> set[str]:
+def packed(path):
     return {name for name in HfCheckpoint(path).specs if name.endswith("_packed")}
 
 
-def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, tmp_path: Path) -> None:
+def test_what_the_reference_has_packed_is_packed(source, reference, tmp_path):
     run("quantize", source, tmp_path / "int4", "--like", str(reference))
     assert packed(tmp_path / "int4") == packed(reference)
     config = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
@@ -158,9 +149,7 @@ def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, 
     assert models.unequal(tmp_path / "int4", reference) == []
 
 
-def test_an_int4_source_is_its_own_reference_less_what_is_ignored(
-    source: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_an_int4_source_is_its_own_reference_less_what_is_ignored(source, reference, tmp_path):
     """The classes of the model would pack the attention too."""
     run("quantize", reference, tmp_path / "again")
     assert models.unequal(tmp_path / "again", reference) == []
@@ -169,7 +158,7 @@ def test_an_int4_source_is_its_own_reference_less_what_is_ignored(
     assert packed(tmp_path / "whole") > packed(tmp_path / "less") == packed(reference)
 
 
-def test_only_engines_must_agree(source: Path, tmp_path: Path) -> None:
+def test_only_engines_must_agree(source, tmp_path):
     """The entry spares o_proj for engines and not for slime."""
     options = ("--group-size", "32", "--ignore", "re:.*o_proj$")
     with pytest.raises(CkptkitError, match="slime would pack"):
@@ -191,7 +180,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
         pytest.param(("--group-size", "32", "--device", "cuda"), "no GPU .*--device cuda", marks=NO_GPU),
     ],
 )
-def test_options_that_cannot_be_followed(options: tuple[str, ...], message: str, source: Path, tmp_path: Path) -> None:
+def test_options_that_cannot_be_followed(options, message, source, tmp_path):
     with pytest.raises(CkptkitError, match=message):
         run("quantize", source, tmp_path / "int4", *options)
     assert not (tmp_path / "int4").exists()

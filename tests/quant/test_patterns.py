@@ -35,7 +35,7 @@ NAMES = [
 NAMES += ["", "lm_head", "model.embed_tokens", "model.visual.blocks.0.attn.qkv", "vision_tower.a", "aaaa", "aaab"]
 
 
-def test_published_and_recipe_patterns_match_as_python_does() -> None:
+def test_published_and_recipe_patterns_match_as_python_does():
     patterns = [*RECIPES, *(entry for entry in PUBLISHED if entry.startswith("re:"))]
     assert len(patterns) > 30
     check_entries([*patterns, *PUBLISHED], "ignore")
@@ -56,7 +56,7 @@ _CONDITION = st.sampled_from(["^", "$", r"\b", r"\B", r"\A", r"\Z", "", "(?=a)",
 _REPETITION = st.sampled_from(["*", "+", "?", "{0,2}", "{2}", "{1,}", "{2,3}", "*?", "+?", "??", "{1,3}?"])
 
 
-def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _larger(inner):
     return st.one_of(
         st.builds("{}{}".format, inner, inner),
         st.builds("(?:{}|{})".format, inner, inner),
@@ -72,7 +72,7 @@ def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     st.recursive(_SINGLE | _CONDITION, _larger, max_leaves=8),
     st.lists(st.text(st.sampled_from("ab.0\néA_"), max_size=8), min_size=5, max_size=5),
 )
-def test_random_patterns_match_as_python_does(pattern: str, names: list[str]) -> None:
+def test_random_patterns_match_as_python_does(pattern, names):
     theirs = re.compile(pattern).match
     with suppress(CkptkitError):  # repetitions inside repetitions
         for longest in (8, 201):
@@ -82,7 +82,7 @@ def test_random_patterns_match_as_python_does(pattern: str, names: list[str]) ->
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.recursive(_SINGLE | _CONDITION, _larger, max_leaves=8), st.text(st.sampled_from("ab.0"), max_size=5))
-def test_random_patterns_that_are_accepted_end_soon(pattern: str, part: str) -> None:
+def test_random_patterns_that_are_accepted_end_soon(pattern, part):
     with suppress(CkptkitError):
         match = matcher(f"re:{pattern}x")
         before = time.thread_time()
@@ -98,19 +98,19 @@ def test_random_patterns_that_are_accepted_end_soon(pattern: str, part: str) -> 
         *(r"(?:model|layers|\.|\d+)*\.mlp.*", r"model\.(.*\.)*o_proj\Z", r"\((a*)*b", "(a)?(?(1)b|c)", r"(a)\1"),
     ],
 )
-def test_pattern_that_may_run_for_hours_is_refused(pattern: str) -> None:
+def test_pattern_that_may_run_for_hours_is_refused(pattern):
     with pytest.raises(CkptkitError, match="200.*characters") as raised:
         check_entries([f"re:{pattern}"], "ignore")
     assert raised.value.hint
 
 
-def test_long_name_is_refused_where_the_pattern_could_run_for_long() -> None:
+def test_long_name_is_refused_where_the_pattern_could_run_for_long():
     assert not matcher("re:.*a.*x")("a" * 20_000)
     with pytest.raises(CkptkitError, match="20000"):
         matcher("re:.*a.*a.*x")("a" * 20_000)
 
 
-def test_pattern_that_takes_long_for_many_names_is_refused() -> None:
+def test_pattern_that_takes_long_for_many_names_is_refused():
     match = matcher("re:.*.*.*.*x")
     before = time.thread_time()
     with pytest.raises(CkptkitError, match=r"re:\.\*\.\*\.\*\.\*x"):
@@ -138,14 +138,14 @@ def test_pattern_that_takes_long_for_many_names_is_refused() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_entry_that_is_none_is_refused(entries: list[object], message: str) -> None:
+def test_entry_that_is_none_is_refused(entries, message):
     with pytest.raises(CkptkitError, match=message) as raised:
         check_entries(entries, "ignore")
     assert raised.value.hint
     assert len(raised.value.message) < 400
 
 
-def test_too_many_entries_for_the_names_are_refused() -> None:
+def test_too_many_entries_for_the_names_are_refused():
     check_lookups(["re:a"] * 100, 200_000)
     with pytest.raises(CkptkitError, match="1001.*100000"):
         check_lookups(["a"] * 1_001, 100_000)

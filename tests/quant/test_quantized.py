@@ -1,17 +1,13 @@
 """Whole checkpoints quantized: every byte against compressed-tensors' own compressor, and loaded by transformers."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from support import models
-from support.fixture_types import PathOf
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
@@ -26,10 +22,10 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def int4(releases, tmp_path_factory):
     root = tmp_path_factory.mktemp("int4")
 
-    def quantized_release(name: str, grid: Any) -> Path:
+    def quantized_release(name, grid):
         path = root / f"{name}-{grid}"
         if not path.exists():
             quantize(releases(name), path, QuantScheme(32, grid))
@@ -38,7 +34,7 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return quantized_release
 
 
-def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], QuantizationScheme]]:
+def compressed(path):
     """Yields each packed module: its name, its tensors by local name, the scheme as compressed-tensors reads it."""
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(content).config_groups["group_0"]
@@ -50,9 +46,7 @@ def compressed(path: Path) -> Iterator[tuple[str, dict[str, torch.Tensor], Quant
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "glm4_moe"])
-def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(
-    releases: PathOf, int4: Callable[[str, str], Path], name: str
-) -> None:
+def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(releases, int4, name):
     source = models.tensors(releases(name))
     packed = 0
     for module, stored, scheme in compressed(int4(name, "minmax")):
@@ -64,7 +58,7 @@ def test_minmax_is_bit_for_bit_what_compressed_tensors_writes(
     assert packed == {"qwen2-tied": 12 * 7, "glm4_moe": 12 * 4 + 2 * 3 + 10 * (12 + 1) * 3}[name]
 
 
-def test_transformers_unpacks_int4_to_the_compressors_weights(int4: Callable[[str, str], Path]) -> None:
+def test_transformers_unpacks_int4_to_the_compressors_weights(int4):
     path = int4("qwen2-untied", "qmax7")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     loaded = model.state_dict()
@@ -78,7 +72,7 @@ def test_transformers_unpacks_int4_to_the_compressors_weights(int4: Callable[[st
     assert logits.std() > 0
 
 
-def test_the_result_says_how_much_smaller_it_is_and_how_far_from_its_source(releases: PathOf, tmp_path: Path) -> None:
+def test_the_result_says_how_much_smaller_it_is_and_how_far_from_its_source(releases, tmp_path):
     source = models.tensors(releases("glm4_moe"))
     packed = quantize(releases("glm4_moe"), tmp_path / "out", QuantScheme(32, "qmax7")).packed
     assert packed is not None
@@ -105,7 +99,7 @@ def test_the_result_says_how_much_smaller_it_is_and_how_far_from_its_source(rele
 
 
 @pytest.mark.parametrize("name", sorted(models.configs()))
-def test_packed_modules_are_those_of_the_file(int4: Callable[[str, str], Path], name: str) -> None:
+def test_packed_modules_are_those_of_the_file(int4, name):
     checkpoint = HfCheckpoint(int4(name, "qmax7"))
     assert packed_modules(checkpoint.specs, checkpoint.config) == {
         key.removesuffix(".weight_packed") for key in checkpoint.specs if key.endswith("_packed")
@@ -113,18 +107,16 @@ def test_packed_modules_are_those_of_the_file(int4: Callable[[str, str], Path], 
     assert read_scheme(checkpoint.config).grid == "qmax7"
 
 
-def test_a_missing_linear_and_an_entry_that_covers_nothing_are_refused(releases: PathOf) -> None:
+def test_a_missing_linear_and_an_entry_that_covers_nothing_are_refused(releases):
     source, missing = HfCheckpoint(releases("glm4_moe")), "model.layers.3.mlp.experts.7.down_proj.weight"
     with pytest.raises(CkptkitError, match="q_proj"):
         quantized(source, QuantScheme(32, "qmax7", ("q_proj",)), Request("here"))
-    del source.specs[missing]  # type: ignore[attr-defined]
+    del source.specs[missing]
     with pytest.raises(CkptkitError, match=f"here .* 1 .*{missing}"):
         quantized(source, QuantScheme(32, "qmax7"), Request("here"))
 
 
-def test_broken_weights_are_named_and_nothing_is_left(
-    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_broken_weights_are_named_and_nothing_is_left(releases, copy_of, tmp_path):
     path = copy_of(releases("qwen2-tied"))
     name = "model.layers.7.mlp.up_proj.weight"
     models.edit(path, name, torch.full_like(models.tensors(path)[name], torch.nan))
@@ -133,9 +125,7 @@ def test_broken_weights_are_named_and_nothing_is_left(
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_from_megatron_and_from_fused_experts_the_bytes_are_the_same(
-    releases: Any, converted: PathOf, int4: Callable[[str, str], Path], tmp_path: Path
-) -> None:
+def test_from_megatron_and_from_fused_experts_the_bytes_are_the_same(releases, converted, int4, tmp_path):
     convert(converted("glm4_moe"), tmp_path / "from-megatron", quantize=QuantScheme(32, "qmax7"))
     assert models.unequal(tmp_path / "from-megatron", int4("glm4_moe", "qmax7")) == []
     quantize(releases("qwen3_moe", fused=True), tmp_path / "fused", QuantScheme(32, "qmax7"))

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from support import models, quantized
 from support.messages import text_with
 from support.nightly import daily
 from support.published import KIMI_LIST
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -48,16 +46,16 @@ class Release:
     copies: Mapping[str, str] = field(default_factory=dict)
     unpacked: str = ""
 
-    def save(self, path: Path) -> dict[str, Tensor]:
+    def save(self, path):
         save(self.case, CASES[self.case], path / "plain", torch.bfloat16)
         return quantized.write(path / "plain", path / "release", self.wanted, self.quantizer, self._edit)
 
-    def _edit(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _edit(self, config):
         stated = {"quantization_config": dict(self.says)}
         return config | ({"text_config": config["text_config"] | stated} if self.inside else stated)
 
 
-def linear(name: str) -> bool:
+def linear(name):
     inside = name.endswith(".weight") and ("_proj" in name or ".experts." in name)
     return inside and "norm" not in name and "eh_proj" not in name
 
@@ -119,7 +117,7 @@ RELEASES = {
 }
 
 
-def errors(path: Path, source: Path | None = None) -> list[tuple[str, str]]:
+def errors(path, source=None):
     """Code and cause of what verify finds wrong, and checks that did not run although they compare values."""
     report = verify(path, source=source)
     skipped = [(one.code, "") for one in report.checks if one.status == "skipped" and one.code.startswith("CK2")]
@@ -127,7 +125,7 @@ def errors(path: Path, source: Path | None = None) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", daily(RELEASES, list(RELEASES)[::4]))
-def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name: str, tmp_path: Path) -> None:
+def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name, tmp_path):
     release = RELEASES[name]
     meant = release.save(tmp_path)
     said = json.loads((tmp_path / "plain/config.json").read_text())
@@ -160,7 +158,7 @@ def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name: s
     assert found == [("CK302", text_with(f"{reader} {release.unpacked}")) for reader in readers]
 
 
-def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_loads_the_same_model_from_fp8(tmp_path, monkeypatch):
     """Without a GPU transformers dequantizes FP8 itself; the model from Megatron is the same bit for bit."""
     # It asks for a package that would only place modules on devices.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
@@ -176,7 +174,7 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("served")
-def test_real_megatron_holds_the_dequantized_weights(tmp_path: Path) -> None:
+def test_real_megatron_holds_the_dequantized_weights(tmp_path):
     release = RELEASES["asymmetric INT4"]
     release.save(tmp_path)
     convert(tmp_path / "release", tmp_path / "megatron")

@@ -5,8 +5,6 @@ Run once: `verify --against-sglang` of seed_oss in every scheme of `quantize`. T
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -24,7 +22,6 @@ from ckptkit.quant.formats.groups import find_refusals
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.ignore.readers import SGLANG
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -33,12 +30,12 @@ FP4 = {**FP8, "num_bits": 4, "strategy": "group", "group_size": 32}
 ALL = ["lm_head", "model.embed_tokens"]
 
 
-def floats(weights: dict[str, Any], form: str) -> dict[str, Any]:
+def floats(weights, form):
     content = quantization(ALL)
     return {**content, "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED = {
     "INT4": quantization(ALL),
     "INT4 in two groups": quantization(ALL, groups=2),
     "INT4 with an own target": quantization(ALL, targets=["Linear", "model.layers.0.self_attn.q_proj"]),
@@ -46,25 +43,25 @@ REFUSED: dict[str, dict[str, Any]] = {
     "FP8 in blocks": floats({**FP8, "strategy": "block", "block_structure": [128, 128]}, "float-quantized"),
     "NVFP4": floats({**FP4, "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized"),
 }
-LOADED: dict[str, dict[str, Any]] = {
+LOADED = {
     "FP8 of its own": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
     "MXFP8": {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]},
     "ModelOpt's NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
 }
 
 
-def write(path: Path, content: dict[str, Any], **changes: Any) -> Path:
+def write(path, content, **changes):
     config = {**config_of(HF_CASES["seed_oss"]), **changes, "quantization_config": content}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def refused(path: Path, readers: list[str] | None = None) -> list[tuple[str, tuple[str, ...]]]:
+def refused(path, readers=None):
     return [(one.severity, one.readers) for one in lint(path, readers=readers).findings if one.kind == "refused"]
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_lists_of_compressed_tensors_are_refused(tmp_path: Path, form: str) -> None:
+def test_lists_of_compressed_tensors_are_refused(tmp_path, form):
     for changes in ({}, {"architectures": None}):
         write(tmp_path, REFUSED[form], **changes)
         assert ("error", SGLANG) in refused(tmp_path)
@@ -73,11 +70,11 @@ def test_lists_of_compressed_tensors_are_refused(tmp_path: Path, form: str) -> N
 
 
 @pytest.mark.parametrize("form", LOADED)
-def test_formats_that_the_backend_loads_are_not(tmp_path: Path, form: str) -> None:
+def test_formats_that_the_backend_loads_are_not(tmp_path, form):
     assert refused(write(tmp_path, LOADED[form]), ["sglang"]) == []
 
 
-def test_models_with_a_class_and_targets_that_name_every_module_are_not() -> None:
+def test_models_with_a_class_and_targets_that_name_every_module_are_not():
     every = quantization(ALL, targets=[f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"])
     for config in (
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
@@ -90,7 +87,7 @@ def test_models_with_a_class_and_targets_that_name_every_module_are_not() -> Non
 
 
 @pytest.fixture(scope="module")
-def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seed(tmp_path_factory):
     path = tmp_path_factory.mktemp("seed") / "hf"
     save("seed_oss", HF_CASES["seed_oss"], path, bfloat16)
     return path
@@ -105,7 +102,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--scheme", "nvfp4", "--rounding", "compressed-tensors"],
     ],
 )
-def test_quantize_refuses_and_names_the_way(seed: Path, tmp_path: Path, options: list[str]) -> None:
+def test_quantize_refuses_and_names_the_way(seed, tmp_path, options):
     result = CliRunner().invoke(cli, ["quantize", str(seed), str(tmp_path / "out"), *options])
     assert isinstance(result.exception, CkptkitError)
     assert result.exception.code == "unsupported"
@@ -118,7 +115,7 @@ def test_quantize_refuses_and_names_the_way(seed: Path, tmp_path: Path, options:
     "options",
     [["--group-size", "32", "--reader", "vllm"], ["--scheme", "mxfp8"], ["--scheme", "mxfp4", "--reader", "vllm"]],
 )
-def test_quantize_writes_what_some_reader_loads(seed: Path, tmp_path: Path, options: list[str]) -> None:
+def test_quantize_writes_what_some_reader_loads(seed, tmp_path, options):
     result = CliRunner().invoke(cli, ["quantize", str(seed), str(tmp_path / "out"), *options])
     assert result.exit_code == 0, result.output
     if "--reader" in options:
@@ -127,13 +124,13 @@ def test_quantize_writes_what_some_reader_loads(seed: Path, tmp_path: Path, opti
 
 
 @pytest.fixture(scope="module")
-def in_int4(seed: Path) -> Path:
+def in_int4(seed):
     path = seed.parent / "int4"
     quantize(seed, path, QuantScheme(32, "qmax7"), readers=("vllm",))
     return path
 
 
-def by_sglangs_rule(report: Report) -> dict[str, str]:
+def by_sglangs_rule(report):
     """The severity of each finding on the quantization that names SGLang, by its code."""
     return {one.code: one.severity for one in report.findings if "SGLang" in one.actual and one.code < "CK4"}
 
@@ -158,9 +155,7 @@ BY_SGLANG = {"CK302": "error"}  # CK307 is not asked of models as small as these
     ],
     ids=str,
 )
-def test_sglangs_rules_are_no_errors_where_vllm_is_asked(
-    in_int4: Path, seed: Path, options: dict[str, Any], expected: dict[str, str]
-) -> None:
+def test_sglangs_rules_are_no_errors_where_vllm_is_asked(in_int4, seed, options, expected):
     assert by_sglangs_rule(verify(in_int4, seed, **options)) == expected
 
 
@@ -168,9 +163,7 @@ def test_sglangs_rules_are_no_errors_where_vllm_is_asked(
     ("engine", "expected"), [("vllm", {"CK302": "warning"}), ("hf", {"CK302": "warning"}), ("sglang", BY_SGLANG)]
 )
 @pytest.mark.parametrize("words", [VERL, NEMO_RL])
-def test_sglangs_rules_are_no_errors_where_another_engine_serves(
-    in_int4: Path, words: str, engine: str, expected: dict[str, str]
-) -> None:
+def test_sglangs_rules_are_no_errors_where_another_engine_serves(in_int4, words, engine, expected):
     report = preflight(arguments=words.format(in_int4, engine).split())
     assert by_sglangs_rule(report) == expected
     # That the trainer loads packed weights (CK711) and sends none (CK747) are errors of their own.
@@ -178,7 +171,7 @@ def test_sglangs_rules_are_no_errors_where_another_engine_serves(
     assert errors - {"CK747"} == {"CK711", *(code for code, severity in expected.items() if severity == "error")}
 
 
-def test_options_of_vllm_name_the_engine(in_int4: Path) -> None:
+def test_options_of_vllm_name_the_engine(in_int4):
     vllm = preflight(hf_checkpoint=in_int4, arguments=["--vllm-gpu-memory-utilization", "0.7"])
     assert by_sglangs_rule(vllm) == {"CK302": "warning"}
     assert by_sglangs_rule(preflight(hf_checkpoint=in_int4)) == BY_SGLANG

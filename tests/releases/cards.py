@@ -7,16 +7,14 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from difflib import unified_diff
 from pathlib import Path
-from typing import Any
 
 from ckptkit.app.api import inspect, model_arguments
-from ckptkit.app.forecast import START, Forecast, forecast_bytes
-from ckptkit.app.plan import ConversionPlan, make_plan
-from ckptkit.app.run_options import RunOptions, run_options
+from ckptkit.app.forecast import START, forecast_bytes
+from ckptkit.app.plan import make_plan
+from ckptkit.app.run_options import run_options
 from ckptkit.converters.megatron.arguments import launch_flags
 from ckptkit.converters.stored import adapt_config
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -32,7 +30,7 @@ from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.storage.url import is_url
 from ckptkit.verify.run import verify
 from releases.header_only import write
-from releases.record import Release, load
+from releases.record import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "lab/cards"
 MODELS = (
@@ -60,11 +58,11 @@ _PROCESS = 600_000_000  # lab/scale.md: Python, torch and their libraries, and 1
 _PER_TENSOR = 1000
 
 
-def file_of(model: str) -> Path:
+def file_of(model):
     return FOLDER / f"{model.partition('/')[2]}.md"
 
 
-def card(release: Release, path: str | Path) -> str:
+def card(release, path):
     """The page of a release, from the headers at `path`, a directory or a URL."""
     facts = inspect(path)
     with tempfile.TemporaryDirectory() as empty:
@@ -72,12 +70,12 @@ def card(release: Release, path: str | Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def dtype_counts(dtypes: Iterable[str]) -> str:
+def dtype_counts(dtypes):
     """`34 bfloat16, 2 float32`."""
     return ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(Counter(dtypes).items()))
 
 
-def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:
+def _head(release, facts):
     name = release.model.partition("/")[2]
     dtypes = dtype_counts(Counter(facts["dtypes"]).elements())
     yield from (f"# {name}", "Written by `make cards`; see [all cards](index.md).", "")
@@ -89,14 +87,14 @@ def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:
     yield f"| quantized as | {facts['quantization'] or 'not at all'} |"
     yield f"| names and shapes from | {KNOWN[release.known]} |"
     yield from ("", "## Names and shapes", "```text")
-    shapes: dict[str, list[str]] = defaultdict(list)
+    shapes = defaultdict(list)
     for tensor in release.tensors_in_order:
         shapes[f"{list(tensor.shape)} {tensor.dtype}"].append(tensor.name)
     yield from sorted(f"{one}  {shape}" for shape, names in shapes.items() for one in fold(names))
     yield "```"
 
 
-def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
+def _megatron(path, empty):
     options = run_options("convert", path, empty / "megatron", None, workers=WORKERS)
     with ExitStack() as stack:
         try:
@@ -113,11 +111,11 @@ def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
     yield from ("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(model_arguments(path))), ")", "```")
 
 
-def _sources(options: RunOptions, stack: ExitStack) -> dict[str, Any]:
+def _sources(options, stack):
     return {source: stack.enter_context(open_directory(source)) for source in options.sources}
 
 
-def _forecast(options: RunOptions, plan: ConversionPlan) -> Iterator[str]:
+def _forecast(options, plan):
     found = forecast_bytes(options, plan, _PROCESS + _PER_TENSOR * len(plan.view.specs))
     if plan.dequantized:
         yield f"- dequantized from {plan.dequantized}"
@@ -126,12 +124,12 @@ def _forecast(options: RunOptions, plan: ConversionPlan) -> Iterator[str]:
     yield f"- takes {_time(found, 1e9)} on a disk of 1 GB/s, {_time(found, 5e9)} on one of 5 GB/s"
 
 
-def _time(found: Forecast, rate: float) -> str:
+def _time(found, rate):
     seconds = START + (found.read + found.written) / rate
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
-def _int4(path: str | Path, empty: Path) -> Iterator[str]:
+def _int4(path, empty):
     yield from ("", "## INT4")
     for preset, words in (("rl", " --preset rl"), (None, "")):
         options = run_options(
@@ -151,7 +149,7 @@ def _int4(path: str | Path, empty: Path) -> Iterator[str]:
         return
 
 
-def _decision(plan: ConversionPlan) -> Iterator[str]:
+def _decision(plan):
     """Every matrix: whether it is packed, else the reason, and who would pack it but for the list."""
     view = plan.view
     assert isinstance(view, View)
@@ -160,7 +158,7 @@ def _decision(plan: ConversionPlan) -> Iterator[str]:
     matrices = matrices_of(view.source.specs, class_tree(config), config)
     packed = [matrix.module + PACKED in view.specs for matrix in matrices]
     without = read_all(INT4_READERS, matrices, (), config)
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    rows = defaultdict(list)
     for index, matrix in enumerate(matrices):
         why = "INT4" if packed[index] else f"kept: {matrix.reason or 'left out by this preset'}"
         eager = [reader for reader, reading in without.items() if reading.answers[index] == "packs"]
@@ -172,14 +170,14 @@ def _decision(plan: ConversionPlan) -> Iterator[str]:
     yield from ("", "The `ignore` list that all readers read alike:", "```text", *ignore, "```")
 
 
-def header_only_card(model: str) -> str:
+def header_only_card(model):
     """The page of a release, from its record."""
     release = load(model)
     with tempfile.TemporaryDirectory() as root:
         return card(release, write(release, Path(root) / release.model.partition("/")[2]))
 
 
-def main(given: Sequence[str]) -> int:
+def main(given):
     """Writes all pages; or compares the page of each `MODEL=PATH` with the weights there. Returns an exit code."""
     if not given:
         for model in MODELS:
@@ -188,7 +186,7 @@ def main(given: Sequence[str]) -> int:
     return max([_against_weights(*one.split("=", 1)) for one in given])
 
 
-def _against_weights(model: str, path: str) -> int:
+def _against_weights(model, path):
     page, made = file_of(model), card(load(model), path)
     lines = list(unified_diff(page.read_text().splitlines(), made.splitlines(), page.name, path, lineterm=""))
     print("\n".join(lines) or f"{path}: its headers give {page.name}, word for word")

@@ -6,9 +6,7 @@ What transformers leaves out (draft layers, unknown vision towers, scales of a q
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -17,13 +15,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from ckptkit.core.specs import fold
 
 
-def saved_by_transformers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def saved_by_transformers(config):
     """Names and shapes that `save_pretrained` would write, without weights: tied tensors once, experts one by one."""
     fields = {
         key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")
     }
-    parsed: Any = AutoConfig.for_model(config["model_type"], **fields)
-    auto: Any = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+    parsed = AutoConfig.for_model(config["model_type"], **fields)
+    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
     with torch.device("meta"):
         built = auto.from_config(parsed, attn_implementation="eager")
     tensors = dict(built.state_dict())
@@ -32,9 +30,9 @@ def saved_by_transformers(config: Mapping[str, Any]) -> dict[str, tuple[int, ...
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(built, tensors).items()}
 
 
-def main() -> None:
+def main():
     """Prints the names of a record, by shape, for the config.json that is named."""
-    by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    by_shape = defaultdict(list)
     for name, shape in saved_by_transformers(json.loads(Path(sys.argv[1]).read_text())).items():
         by_shape[shape].append(name)
     print(json.dumps({"BF16 " + "x".join(map(str, shape)): fold(names) for shape, names in by_shape.items()}, indent=1))

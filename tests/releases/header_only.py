@@ -1,17 +1,12 @@
 """Writes a release without its weights: real headers and sparse data. A model of 1 TB takes kilobytes of disk."""
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
-
-from releases.record import Release, Tensor
 
 # What transformers cuts at, for releases whose number of shards was not seen.
 SHARD_BYTES = 5_000_000_000
 
 
-def write(release: Release, path: Path) -> Path:
+def write(release, path):
     """Writes config.json, a tokenizer, the shards, and their index where there are several. Returns `path`."""
     path.mkdir(parents=True)
     _json(path / "config.json", release.config)
@@ -20,7 +15,7 @@ def write(release: Release, path: Path) -> Path:
     if len(shards) == 1:
         _write_shard(path / "model.safetensors", shards[0])
         return path
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     # gpt-oss counts its shards from 0, up to the number of the last one.
     last = len(shards) + release.first_shard - 1
     for number, tensors in enumerate(shards, release.first_shard):
@@ -35,7 +30,7 @@ def write(release: Release, path: Path) -> Path:
     return path
 
 
-def _shards(release: Release) -> Iterator[Sequence[Tensor]]:
+def _shards(release):
     """Tensors in the order of their names, cut into as many files of about one size as were published."""
     count = release.shards or max(1, -(-release.nbytes // SHARD_BYTES))
     written, shard, number = 0, [], 1
@@ -48,8 +43,8 @@ def _shards(release: Release) -> Iterator[Sequence[Tensor]]:
     yield shard
 
 
-def _write_shard(path: Path, tensors: Sequence[Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _write_shard(path, tensors):
+    header = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.nbytes
@@ -61,7 +56,7 @@ def _write_shard(path: Path, tensors: Sequence[Tensor]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _write_tokenizer(path: Path) -> None:
+def _write_tokenizer(path):
     """The files of a tokenizer, with three words: no vocabulary is smaller."""
     words = {"<unk>": 0, "a": 1, "b": 2}
     model = {"type": "BPE", "vocab": words, "merges": [], "unk_token": "<unk>"}
@@ -69,5 +64,5 @@ def _write_tokenizer(path: Path) -> None:
     _json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
 
 
-def _json(path: Path, content: Any) -> None:
+def _json(path, content):
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -7,7 +7,7 @@ config.json may be folded too: `{"names": [...]}`, or `{"repeat": [...], "times"
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -29,7 +29,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return math.prod(self.shape) * ELEMENT[self.dtype]
 
 
@@ -61,7 +61,7 @@ class Release:
     findings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def tensors_in_order(self) -> Sequence[Tensor]:
+    def tensors_in_order(self):
         """Every tensor, the folded names written out, in the order of their names."""
         found = []
         for kind, patterns in self.names.items():
@@ -71,18 +71,18 @@ class Release:
         return sorted(found, key=lambda tensor: tensor.name)
 
     @cached_property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return sum(tensor.nbytes for tensor in self.tensors_in_order)
 
 
-def unfolded(pattern: str) -> Iterator[str]:
+def unfolded(pattern):
     """Every name that a folded one stands for."""
     parts = re.split(r"\{([^{}]*)\}", pattern)
     choices = [list(_choices(part)) if index % 2 else [part] for index, part in enumerate(parts)]
     return ("".join(choice) for choice in product(*choices))
 
 
-def _choices(text: str) -> Iterator[str]:
+def _choices(text):
     for item in text.split(","):
         if (found := _RANGE.fullmatch(item)) is None:
             yield item
@@ -91,7 +91,7 @@ def _choices(text: str) -> Iterator[str]:
             yield from map(str, range(first, last + 1, step))
 
 
-def _unfolded_lists(value: Any) -> Any:
+def _unfolded_lists(value):
     if isinstance(value, list):
         return [_unfolded_lists(item) for item in value]
     if not isinstance(value, dict):
@@ -103,17 +103,17 @@ def _unfolded_lists(value: Any) -> Any:
     return {key: _unfolded_lists(item) for key, item in value.items()}
 
 
-def load(model: str) -> Release:
+def load(model):
     content = json.loads((RECORDS / f"{model.replace('/', '--')}.json").read_text())
     config = _unfolded_lists(content.pop("config"))
     return Release(**content, config=config)
 
 
-def models() -> Sequence[str]:
+def models():
     return sorted(path.stem.replace("--", "/", 1) for path in RECORDS.glob("*.json"))
 
 
-def one_of_each_type(models: Sequence[str]) -> Sequence[str]:
+def one_of_each_type(models):
     """Of each `model_type` the one with the fewest layers."""
     configs = {model: load(model).config for model in models}
     layers = {model: one.get("text_config", one).get("num_hidden_layers", 99) for model, one in configs.items()}

@@ -1,8 +1,6 @@
 """The records and what is written from them, held against transformers' classes and the safetensors library."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from support.nightly import daily
@@ -16,7 +14,7 @@ from releases.record import load, models, one_of_each_type, unfolded
 SAVED_OTHERWISE = {"deepseek_v3", "gemma3", "kimi_k25", "nemotron_h", "qwen3_vl_moe"}
 
 
-def is_saved_whole(config: Mapping[str, Any]) -> bool:
+def is_saved_whole(config):
     family = FAMILIES.get(config["model_type"])
     if family is None or family.release is None or config["model_type"] in SAVED_OTHERWISE:
         return False
@@ -29,7 +27,7 @@ BY_CLASS = [model for model in models() if is_saved_whole(load(model).config)]
 
 
 @pytest.mark.parametrize("model", daily(BY_CLASS, one_of_each_type(BY_CLASS)))
-def test_names_and_shapes_are_those_of_transformers_class(model: str) -> None:
+def test_names_and_shapes_are_those_of_transformers_class(model):
     """But for the output layer, which some tied releases ship all the same."""
     release = load(model)
     stored = {tensor.name: tensor.shape for tensor in release.tensors_in_order}
@@ -39,13 +37,13 @@ def test_names_and_shapes_are_those_of_transformers_class(model: str) -> None:
     assert stored.keys() - saved.keys() <= ({"lm_head.weight"} if release.config.get("tie_word_embeddings") else set())
 
 
-def test_folding_names_loses_none() -> None:
+def test_folding_names_loses_none():
     for model in ("Qwen/Qwen3.5-27B", "moonshotai/Moonlight-16B-A3B-Instruct", "openai/gpt-oss-20b"):
         names = [tensor.name for tensor in load(model).tensors_in_order]
         assert sorted(name for pattern in fold(names) for name in unfolded(pattern)) == names
 
 
-def test_every_record_says_where_it_comes_from_and_is_not_what_transformers_made_of_it() -> None:
+def test_every_record_says_where_it_comes_from_and_is_not_what_transformers_made_of_it():
     """Reading a config, transformers 5 adds keys to its rotary settings and renames the kind of a vision tower."""
     for model in models():
         release = load(model)

@@ -3,10 +3,7 @@
 import gc
 import json
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.launch.preflight import preflight
 from releases.cards import MODELS as CARDS
 from releases.header_only import write
-from releases.record import Release, load
+from releases.record import load
 
 # Those with the most tensors take as long as all others together, so a second process tests them.
 LARGE = (
@@ -36,7 +33,7 @@ LARGE = (
 )
 
 
-def check_every_verb(model: str, root: Path) -> None:
+def check_every_verb(model, root):
     """Writes the release into `root`, and fails at the first verb that finds something in it that is not there."""
     release = load(model)
     check_against_published_numbers(release)
@@ -59,7 +56,7 @@ def check_every_verb(model: str, root: Path) -> None:
             assert linted == release.findings.get("lint", [])
 
 
-def check_conversion(release: Path, megatron: Path) -> None:
+def check_conversion(release, megatron):
     """Plans it; a release that no released Megatron loads only by names that are settled upstream."""
     family = FAMILIES.get(json.loads((release / "config.json").read_text())["model_type"])
     if family is None:
@@ -75,7 +72,7 @@ def check_conversion(release: Path, megatron: Path) -> None:
     assert not megatron.exists()
 
 
-def check_against_published_numbers(release: Release) -> None:
+def check_against_published_numbers(release):
     """Fails where the record's folded names do not come to what was published."""
     assert len({tensor.name for tensor in release.tensors_in_order}) == len(release.tensors_in_order)
     elements = sum(
@@ -87,7 +84,7 @@ def check_against_published_numbers(release: Release) -> None:
 
 
 @contextmanager
-def collecting_as_the_command_line_does() -> Iterator[None]:
+def collecting_as_the_command_line_does():
     """Looks for garbage as seldom as `ckptkit` itself."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 10, 10)
@@ -97,10 +94,10 @@ def collecting_as_the_command_line_does() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def text_config(release: Release) -> dict[str, Any]:
+def text_config(release):
     return dict(release.config.get("text_config") or release.config)
 
 
-def packs_int4(release: Release) -> bool:
+def packs_int4(release):
     """Whether its weights are packed as compressed-tensors packs them."""
     return any(tensor.name.endswith(".weight_packed") for tensor in release.tensors_in_order)

@@ -3,20 +3,16 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
 from safetensors.torch import load_file, save_file
 from support.deltas import publish_chain, version_at
-from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from reports.changes import on_checkpoint, without_tensors
-from reports.report import SOURCE, Case, Change
+from reports.report import SOURCE, Case
 
 VERIFY = "ckptkit verify CKPT"
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
@@ -26,7 +22,7 @@ PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 _INT4 = QuantScheme(32, "qmax7")
 
 
-def save(path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ATTENTION, **settings: Any) -> None:
+def save(path, factors, targets=ATTENTION, **settings):
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     save_file({f"{PREFIX}{name}.weight": one.contiguous() for name, one in factors.items()}, path / WEIGHTS)
@@ -34,18 +30,18 @@ def save(path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ATT
     (path / CONFIG).write_text(json.dumps(content | {"base_model_name_or_path": SOURCE} | settings))
 
 
-def edit_factors(path: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
+def edit_factors(path, change):
     save_file(dict(change(load_file(path / WEIGHTS))), path / WEIGHTS)
 
 
-def _random(*shape: int) -> Tensor:
+def _random(*shape):
     return torch.randn(shape) * 0.02
 
 
-def pairs(release: Path, *leaves: str) -> dict[str, Tensor]:
+def pairs(release, *leaves):
     """A pair for each projection of these names in the layers of the language model, outside of experts."""
     torch.manual_seed(5)
-    factors: dict[str, Tensor] = {}
+    factors = {}
     for name in names(release, "_proj.weight"):
         module = name.removesuffix(".weight")
         if module.endswith(leaves) and not re.search(r"\.experts\.|visual|tower|^mtp\.", name):
@@ -54,7 +50,7 @@ def pairs(release: Path, *leaves: str) -> dict[str, Tensor]:
     return factors
 
 
-def blocks_of(release: Path) -> dict[str, tuple[int, int, int]]:
+def blocks_of(release):
     """The blocks of experts, one by one or fused: how many, their inner and their hidden size."""
     blocks = {}
     for name in names(release, ".experts."):
@@ -67,13 +63,13 @@ def blocks_of(release: Path) -> dict[str, tuple[int, int, int]]:
                     sum(one.endswith(f".{match[3]}.weight") for one in names(release, match[1])),
                     *shape,
                 )
-    return blocks  # type: ignore[return-value]
+    return blocks
 
 
-def expert_pairs(release: Path, rank: int = RANK) -> dict[str, Tensor]:
+def expert_pairs(release, rank=RANK):
     """Experts of a layer in one pair, of this rank each, as PEFT has them for a tensor [experts, rows, columns]."""
     torch.manual_seed(5)
-    factors: dict[str, Tensor] = {}
+    factors = {}
     blocks = {block: sizes for block, sizes in blocks_of(release).items() if not block.startswith("mtp.")}
     for block, (experts, inner, hidden) in blocks.items():
         factors[f"{block}.base_layer.lora_A"] = _random(experts * rank, hidden)
@@ -83,19 +79,19 @@ def expert_pairs(release: Path, rank: int = RANK) -> dict[str, Tensor]:
     return factors
 
 
-def _adapter(*leaves: str, **settings: Any) -> Change:
+def _adapter(*leaves, **settings):
     chosen = leaves or ATTENTION
     return lambda work: save(work / "CKPT", pairs(work / SOURCE, *chosen), chosen, **settings)
 
 
-def _experts(rank: int = RANK) -> Change:
+def _experts(rank=RANK):
     return lambda work: save(work / "CKPT", expert_pairs(work / SOURCE, rank), [], target_parameters=PARAMETERS)
 
 
-def merged(adapter: Change, scheme: QuantScheme | None = None) -> Change:
+def merged(adapter, scheme=None):
     """The adapter, and the release with it merged, quantized afterwards."""
 
-    def prepare(work: Path) -> None:
+    def prepare(work):
         adapter(work)
         (work / "CKPT").rename(work / "ADAPTER")
         convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER", quantize=scheme)
@@ -103,10 +99,10 @@ def merged(adapter: Change, scheme: QuantScheme | None = None) -> Change:
     return prepare
 
 
-def _shared_outer(work: Path) -> None:
+def _shared_outer(work):
     """One A for gate and up of all experts and one B for down, as Megatron-Bridge exports and SGLang reads them."""
     torch.manual_seed(5)
-    factors: dict[str, Tensor] = {}
+    factors = {}
     for block, (experts, inner, hidden) in blocks_of(work / SOURCE).items():
         factors[f"{block}.gate_up_proj.lora_A"] = _random(1, RANK, hidden)
         factors[f"{block}.gate_up_proj.lora_B"] = _random(experts, 2 * inner, RANK)
@@ -115,54 +111,54 @@ def _shared_outer(work: Path) -> None:
     save(work / "CKPT", factors, ("gate_up_proj", "down_proj"))
 
 
-def _without_shared(path: Path) -> None:
+def _without_shared(path):
     """What PEFT leaves that knows no module of the shared factors' names."""
     edit_factors(path, lambda factors: {name: one for name, one in factors.items() if one.shape[0] != 1})
 
 
-def _named(new_name: Callable[[str], str]) -> Change:
+def _named(new_name):
     return on_checkpoint(
         lambda path: edit_factors(path, lambda factors: {new_name(name): one for name, one in factors.items()})
     )
 
 
-def _trainers_name(name: str) -> str:
+def _trainers_name(name):
     """What is left of a trainer's own names after two of five rules."""
     name = re.sub(r"mixer\.(in|out)_proj", r"mamba.\1_proj", name.replace("backbone.", "model."))
     return name.replace("mixer.shared_experts", "mixer.shared_expert")
 
 
-def _other_side(name: str) -> str:
+def _other_side(name):
     return name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
 
 
-def _turned(path: Path) -> None:
+def _turned(path):
     """Pairs of experts as PEFT 0.18 has them: the inputs of a tensor [experts, inputs, outputs] are its rows."""
     torch.manual_seed(5)
     edit_factors(path, lambda found: {name: _random(*reversed(found[_other_side(name)].shape)) for name in found})
 
 
-def _exchanged(path: Path) -> None:
+def _exchanged(path):
     """Factors as of a tensor [experts, columns, rows]: A has the outputs, B the inputs."""
     edit_factors(path, lambda found: {name: found[_other_side(name)].T.contiguous() for name in found})
 
 
-def _the_base(work: Path) -> None:
+def _the_base(work):
     shutil.rmtree(work / "CKPT")
     shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
 
 
-def _base_quantized(work: Path) -> None:
+def _base_quantized(work):
     shutil.rmtree(work / "CKPT")
     quantize((work / SOURCE).resolve(), work / "CKPT", _INT4)
 
 
-def _linear_attention(*parts: tuple[str, int]) -> Change:
+def _linear_attention(*parts):
     """Pairs of the linear attention under these names, each with so many rows; 0: all of in_proj_qkv."""
 
-    def make(work: Path) -> None:
+    def make(work):
         torch.manual_seed(5)
-        factors: dict[str, Tensor] = {}
+        factors = {}
         for name in names(work / SOURCE, "linear_attn.in_proj_qkv.weight"):
             rows, columns = tensor(work / SOURCE, name).shape
             for part, own in parts:
@@ -174,21 +170,21 @@ def _linear_attention(*parts: tuple[str, int]) -> Change:
     return make
 
 
-def _base_experts(work: Path) -> None:
+def _base_experts(work):
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in names(work / SOURCE, ".experts.")})
 
 
-def _most_fell_back(work: Path) -> None:
+def _most_fell_back(work):
     found = [name for name in names(work / SOURCE, ".experts.") if not re.search(r"layers\.0\.|per_expert", name)]
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in found})
 
 
-def _published(work: Path) -> None:
+def _published(work):
     publish_chain(work / "DELTAS", (work / SOURCE).resolve(), ("xor",) * 3)
     convert(work / "DELTAS", work / "CKPT", hf=(work / SOURCE).resolve())
 
 
-def _missed_the_last(work: Path) -> None:
+def _missed_the_last(work):
     """The engine could not apply the last delta, and said so to nobody."""
     shutil.rmtree(work / "CKPT")
     shutil.copytree(work / "DELTAS", work / "EARLIER")
@@ -196,19 +192,19 @@ def _missed_the_last(work: Path) -> None:
     convert(work / "EARLIER", work / "CKPT", hf=(work / SOURCE).resolve())
 
 
-def _chain(work: Path) -> None:
+def _chain(work):
     publish_chain(work / "CKPT", (work / SOURCE).resolve(), ("xor",) * 3)
 
 
-def _pruned(path: Path) -> None:
+def _pruned(path):
     """The oldest version is pruned; the rest is replayed on the first base."""
     shutil.rmtree(version_at(path, 1))
 
 
-def _scaled(factor: float) -> Change:
+def _scaled(factor):
     """What was added is so many times what the adapter's settings say."""
 
-    def damage(work: Path) -> None:
+    def damage(work):
         new = {}
         for name in names(work / SOURCE, "self_attn."):
             here, there = tensor(work / "CKPT", name), tensor(work / SOURCE, name)
@@ -218,13 +214,13 @@ def _scaled(factor: float) -> Change:
     return damage
 
 
-def _with_adapter_beside(work: Path) -> None:
+def _with_adapter_beside(work):
     """What the merger writes: the base, and the adapter in a directory below it."""
     _the_base(work)
     shutil.copytree(work / "ADAPTER", work / "CKPT" / "lora_adapter")
 
 
-def _one_by_one(work: Path) -> None:
+def _one_by_one(work):
     """A pair for each expert's Linear, as a 4-bit gpt-oss has them, beside those of attention, which are merged."""
     merged(_adapter())(work)
     release, factors = work / SOURCE, pairs(work / SOURCE, *ATTENTION)
@@ -237,7 +233,7 @@ def _one_by_one(work: Path) -> None:
     save(work / "ADAPTER", factors, [*ATTENTION, "gate_up_projs.0"])
 
 
-def _untied_merge(work: Path) -> None:
+def _untied_merge(work):
     """Embedding and output layer were trained apart (modules_to_save); the config says that they are two."""
     merged(_adapter())(work)
     rows = tensor(work / SOURCE, "model.embed_tokens.weight")
@@ -247,21 +243,21 @@ def _untied_merge(work: Path) -> None:
     edit_config(work / "CKPT", tie_word_embeddings=False)
 
 
-def _tied_again(path: Path) -> None:
+def _tied_again(path):
     """The flag is still that of the base."""
     edit_config(path, tie_word_embeddings=True)
 
 
-def _head_discarded(path: Path) -> None:
+def _head_discarded(path):
     replace(path, {}, ["lm_head.weight"])
     edit_config(path, tie_word_embeddings=True)
 
 
-def _expert_after_expert(work: Path) -> None:
+def _expert_after_expert(work):
     """Merged by a reading in which column j of B is that of expert j // rank."""
     shutil.copytree(work / "ADAPTER", work / "OTHER")
 
-    def turned(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def turned(found):
         sides = {name: one for name, one in found.items() if "lora_B" in name}
         return found | {name: one.unflatten(1, (-1, RANK)).mT.flatten(1).contiguous() for name, one in sides.items()}
 
@@ -270,21 +266,21 @@ def _expert_after_expert(work: Path) -> None:
     convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "OTHER")
 
 
-def _without_alpha(path: Path) -> None:
+def _without_alpha(path):
     edit_json(path / CONFIG, lambda content: content.pop("lora_alpha"))
 
 
-def _of_experts(work: Path) -> None:
+def _of_experts(work):
     """Over the release with the experts of a layer in one tensor."""
     (work / SOURCE).unlink()
     (work / "CKPT").rename(work / SOURCE)
     _experts()(work)
 
 
-def _whole(rows: int) -> Change:
+def _whole(rows):
     """Embedding and output layer too (modules_to_save), with so many rows more than the base has."""
 
-    def make(work: Path) -> None:
+    def make(work):
         own = {name: tensor(work / SOURCE, f"{name}.weight") for name in ("model.embed_tokens", "lm_head")}
         whole = {name: torch.cat([one + 0.01, one[:rows]]) for name, one in own.items()}
         save(work / "CKPT", pairs(work / SOURCE, *ATTENTION) | whole, modules_to_save=["embed_tokens", "lm_head"])

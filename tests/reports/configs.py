@@ -1,53 +1,51 @@
 """Reports about config.json and side files: settings that readers take differently, or that are not the weights'."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 from mutations.edits import edit_common, edit_json
 
 from reports.changes import as_release, config, on_checkpoint, settings, without_tensors
-from reports.report import Case, Change
+from reports.report import Case
 
 AGAINST = "ckptkit verify CKPT --source RELEASE"
 
 
-def _tied_below(content: dict[str, Any]) -> None:
+def _tied_below(content):
     content.pop("tie_word_embeddings", None)
     content["text_config"]["tie_word_embeddings"] = True
 
 
-def _tied(work: Path) -> None:
+def _tied(work):
     """The model without an output layer of its own, and the flag at the top too."""
     without_tensors("lm_head.weight")(work)
     config(lambda content: (content.update(tie_word_embeddings=True), _tied_below(content | {})))(work)
 
 
-def _untied(content: dict[str, Any]) -> None:
+def _untied(content):
     content["tie_word_embeddings"] = False
     content["text_config"]["tie_word_embeddings"] = False
 
 
-def _trained_with(work: Path) -> None:
+def _trained_with(work):
     """A base that is not a class's default, in checkpoint and release."""
     edit_json(work / "CKPT" / "config.json", lambda content: content["rope_parameters"].update(rope_theta=500000.0))
     as_release(work)
 
 
-def _no_rope(content: dict[str, Any]) -> None:
+def _no_rope(content):
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
         content.pop(key, None)
 
 
-def _layer_too_many(content: dict[str, Any]) -> None:
+def _layer_too_many(content):
     content["layer_types"] = [*content["layer_types"], content["layer_types"][-1]]
 
 
-def _eos(token: int) -> Change:
+def _eos(token):
     return lambda work: (work / "CKPT" / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
 
 
-def _end_of_turns(work: Path) -> None:
+def _end_of_turns(work):
     """A release whose turns end with a token of their own, by tokenizer and generation_config."""
     path = work / "CKPT"
     edit_json(path / "tokenizer_config.json", lambda content: content.update({"eos_token": "w7"}))
@@ -57,7 +55,7 @@ def _end_of_turns(work: Path) -> None:
     as_release(work)
 
 
-def _end_of_texts(path: Path) -> None:
+def _end_of_texts(path):
     edit_json(path / "tokenizer_config.json", lambda content: content.update({"eos_token": "<eos>"}))
     (path / "generation_config.json").unlink()
 

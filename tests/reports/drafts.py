@@ -1,8 +1,6 @@
 """Reports about draft models: what they lack, and what a launch or config.json says of them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 from mutations.edits import edit_config, edit_json, names, replace, tensor
 from safetensors.torch import load_file, save_file
@@ -11,7 +9,7 @@ from support.launch_scripts import write_headers
 
 from reports.changes import on_checkpoint
 from reports.launches import SCRIPT, VERL, launch, said
-from reports.report import SOURCE, Case, Change
+from reports.report import SOURCE, Case
 
 _OPTIONS = (
     "--sglang-speculative-algorithm EAGLE3 --sglang-speculative-draft-model-path DRAFT "
@@ -19,18 +17,18 @@ _OPTIONS = (
 )
 
 
-def _draft(kind: str, **config: Any) -> Change:
+def _draft(kind, **config):
     return lambda work: save_draft(work / "CKPT", tensors_of(kind), KINDS[kind][0] | config)
 
 
-def _headless(path: Path) -> None:
+def _headless(path):
     file = path / "model.safetensors"
     tensors = load_file(file)
     del tensors["lm_head.weight"]
     save_file(tensors, file, {"format": "pt"})
 
 
-def _saved(work: Path, kind: str, **config: Any) -> None:
+def _saved(work, kind, **config):
     """A draft at `DRAFT` whose config.json has the sizes of Qwen2.5-7B, which the launches here serve."""
     sizes = {"hidden_size": 3584, "vocab_size": 152064}
     content = KINDS[kind][0] | sizes
@@ -39,8 +37,8 @@ def _saved(work: Path, kind: str, **config: Any) -> None:
     save_draft(work / "DRAFT", tensors_of(kind), content | config)
 
 
-def _drafting(options: str = _OPTIONS, kind: str = "SpecForge", **config: Any) -> Change:
-    def prepare(work: Path) -> None:
+def _drafting(options=_OPTIONS, kind="SpecForge", **config):
+    def prepare(work):
         launch("qwen2")(work)
         _saved(work, kind, **config)
         said("--rollout-batch-size 32", f"--rollout-batch-size 32 {options}")(work)
@@ -48,8 +46,8 @@ def _drafting(options: str = _OPTIONS, kind: str = "SpecForge", **config: Any) -
     return prepare
 
 
-def _vllm(*settings: str, kind: str = "SpecForge", **config: Any) -> Change:
-    def prepare(work: Path) -> None:
+def _vllm(*settings, kind="SpecForge", **config):
+    def prepare(work):
         if not (work / "CKPT").exists():
             write_headers(work / "CKPT", "qwen2")
         _saved(work, kind, **config)
@@ -59,23 +57,23 @@ def _vllm(*settings: str, kind: str = "SpecForge", **config: Any) -> Change:
     return prepare
 
 
-def _bundled(work: Path) -> None:
+def _bundled(work):
     """A served model whose config.json speaks of its own layers of DSpark."""
     _vllm("method=dspark", "num_speculative_tokens=5")(work)
     edit_config(work / "CKPT", dspark_block_size=5)
 
 
-def _latent(work: Path) -> None:
+def _latent(work):
     tensors = tensors_of("latent attention")
     del tensors["embed_tokens.weight"]  # the target's
     save_draft(work / "CKPT", tensors, KINDS["latent attention"][0] | {"num_nextn_predict_layers": 0})
 
 
-def _draft_says(**config: Any) -> Change:
+def _draft_says(**config):
     return lambda work: edit_config(work / "DRAFT", **config)
 
 
-def _of_speculators(work: Path) -> None:
+def _of_speculators(work):
     """The draft's config.json as speculators writes it: what the class of the layers needs is one level down."""
     file = work / "DRAFT" / "config.json"
     content = json.loads(file.read_text())
@@ -84,11 +82,11 @@ def _of_speculators(work: Path) -> None:
     file.write_text(json.dumps(content | {"speculators_model_type": kind}))
 
 
-def _without_own_layer(path: Path) -> None:
+def _without_own_layer(path):
     replace(path, {}, names(path, ".layers.12."))
 
 
-def _of_three_states(work: Path) -> None:
+def _of_three_states(work):
     """A draft of speculators, with the target's own embedding."""
     tensors = tensors_of("speculators") | {"embed_tokens.weight": tensor(work / SOURCE, "model.embed_tokens.weight")}
     save_draft(work / "CKPT", tensors, KINDS["speculators"][0])

@@ -2,14 +2,10 @@
 
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from mutations.edits import edit_common, edit_json, names, replace, tensor
 from mutations.torch_dist import FC1
-from torch import Tensor
 
 from ckptkit.app.api import convert
 from reports.changes import (
@@ -24,7 +20,7 @@ from reports.changes import (
     without_tensors,
 )
 from reports.quantized import deepseek_v4
-from reports.report import SOURCE, Case, Change
+from reports.report import SOURCE, Case
 
 EXPERT_FC1 = "decoder.layers.5.mlp.experts.experts.linear_fc1.weight"
 
@@ -39,29 +35,29 @@ _SHARED = r"language_model\.layers\.(7|8|9|10|11)\.self_attn\.(k_proj|v_proj|k_n
 _PROJECTIONS = ("gate", "up", "down")
 
 
-def _interleaved(fused: Tensor) -> Tensor:
+def _interleaved(fused):
     """Rows of gate and up in turn, in place of gate above up."""
     gate, up = fused.chunk(2, dim=-2)
     return torch.stack([gate, up], dim=-2).reshape(fused.shape)
 
 
-def _local_numbers(path: Path) -> None:
+def _local_numbers(path):
     """Rank 1 takes the experts 0..5 for its own, which are 6..11."""
     number = re.compile(r"(?<=\.mlp\.experts\.)\d+")
     own = [name for name in names(path, ".mlp.experts.") if int(number.findall(name)[0]) >= 6]
     replace(path, {name: tensor(path, number.sub(lambda one: str(int(one[0]) - 6), name)) for name in own})
 
 
-def _repeated(whole: Tensor) -> Tensor:
+def _repeated(whole):
     """Every rank of four has the experts of the first."""
     return torch.cat([whole[: len(whole) // 4]] * 4)
 
 
-def _random(found: Tensor) -> Tensor:
+def _random(found):
     return torch.randn(found.shape).mul(0.02).to(found.dtype)
 
 
-def _release(work: Path, change: Callable[[Path], object]) -> Path:
+def _release(work, change):
     release = work / SOURCE
     target = release.resolve()
     release.unlink()
@@ -70,7 +66,7 @@ def _release(work: Path, change: Callable[[Path], object]) -> Path:
     return release
 
 
-def _draft_experts_packed(path: Path) -> None:
+def _draft_experts_packed(path):
     """The experts of the MTP layer in one tensor each, as Qwen3.6 has them."""
     old, stacks = names(path, f"{MTP_EXPERTS}."), {}
     for part in ("gate", "up", "down"):
@@ -81,12 +77,12 @@ def _draft_experts_packed(path: Path) -> None:
     number_files(path)
 
 
-def _from_packed_drafts(work: Path) -> None:
+def _from_packed_drafts(work):
     release = _release(work, _draft_experts_packed)
     convert(release, work / "CKPT")
 
 
-def _yarn(content: dict[str, Any]) -> None:
+def _yarn(content):
     content["rope_parameters"] = {
         "rope_type": "yarn",
         "rope_theta": 1000000.0,
@@ -95,12 +91,12 @@ def _yarn(content: dict[str, Any]) -> None:
     }
 
 
-def _from_yarn(work: Path) -> None:
+def _from_yarn(work):
     release = _release(work, lambda path: edit_json(path / "config.json", _yarn))
     convert(release, work / "CKPT")
 
 
-def _own_output_layer(work: Path) -> None:
+def _own_output_layer(work):
     """The side files are still the release's."""
     made, path = work / "made", work / "CKPT"
     shutil.copytree((work / SOURCE).resolve(), made)
@@ -112,31 +108,31 @@ def _own_output_layer(work: Path) -> None:
     shutil.copytree((work / SOURCE).resolve(), path / "hf")
 
 
-def _kept_in_float32(work: Path) -> None:
+def _kept_in_float32(work):
     """Decay and norms of the linear attention in float32, as the release has them."""
     shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
     changed(r"linear_attn\..*(A_log|norm\.weight)$", lambda found: found.float() * (1 + 2**-12))(work)
     as_release(work)
 
 
-def _types(count: int) -> Change:
+def _types(count):
     types = ["full_attention"] * 3 + ["minimax_m3_sparse"] * count
     return config(lambda content: content["text_config"].update(layer_types=types))
 
 
-def _down_turned(work: Path) -> None:
+def _down_turned(work):
     for layer in range(12):
         key = f"decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight"
         stored(key, lambda found: found.mT.contiguous(), 12)(work)
 
 
-def _lora(name: str) -> str:
+def _lora(name):
     """A name as a model under an adapter saves it."""
     module = any(part in name for part in ("_proj.weight", "down_proj"))
     return "base_model.model." + (name.replace(".weight", ".base_layer.weight") if module else name)
 
 
-def _as_transformers_saves(path: Path) -> None:
+def _as_transformers_saves(path):
     """GLM-5.3-Flash under the names of transformers' modules, its experts and convolutions joined."""
     new, old = {}, list[str]()
     for name in names(path, ""):
@@ -161,7 +157,7 @@ def _as_transformers_saves(path: Path) -> None:
     number_files(path)
 
 
-def _as_the_trainer_names(path: Path) -> None:
+def _as_the_trainer_names(path):
     """Gemma 4's router and experts under a trainer's names, experts transposed, their scales taken into them."""
     new, old = {}, names(path, "router.per_expert_scale")
     for name in names(path, ".router.") + names(path, ".experts."):
@@ -174,7 +170,7 @@ def _as_the_trainer_names(path: Path) -> None:
     number_files(path)
 
 
-def _experts_apart(path: Path) -> None:
+def _experts_apart(path):
     """Granite's experts one by one, as a quantizer saves them."""
     new, old = {}, list[str]()
     for name in names(path, "block_sparse_moe.input_linear.weight"):

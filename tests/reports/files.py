@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import torch
 from mutations.edits import INDEX, edit_index, names, shard_of, tensor, write_index
@@ -13,10 +12,10 @@ from support import models
 from support.fake_hub import download
 from support.fsdp_saves import save_fsdp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from reports.changes import changed, dropped, on_checkpoint, steps, without_tensors
-from reports.report import Case, Change
+from reports.report import Case
 
 LAST = "model.layers.11."
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
@@ -28,10 +27,10 @@ _GOES_ON = (
 )
 
 
-def without_shards(*parts: str) -> Change:
+def without_shards(*parts):
     """The files that hold tensors with these parts in their names are not written; the index names none of them."""
 
-    def damage(path: Path) -> None:
+    def damage(path):
         lost = {shard_of(path, name) for part in parts for name in names(path, part)}
         for file in lost:
             file.unlink()
@@ -42,13 +41,13 @@ def without_shards(*parts: str) -> Change:
     return on_checkpoint(damage)
 
 
-def _unlisted(path: Path) -> None:
+def _unlisted(path):
     """The index lacks the experts that other ranks than the first own."""
     own = [name for name in names(path, ".mlp.experts.") if int(name.split(".experts.")[1].split(".")[0]) >= 6]
     edit_index(path, lambda weight_map: [weight_map.pop(name) for name in own])
 
 
-def _ghosts(path: Path) -> None:
+def _ghosts(path):
     ghosts = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     edit_index(
         path,
@@ -58,17 +57,17 @@ def _ghosts(path: Path) -> None:
     )
 
 
-def _downloaded(work: Path, **where: Path) -> Path:
+def _downloaded(work, **where):
     """Where huggingface_hub itself puts the checkpoint, in place of which it then is."""
     (work / "CKPT").rename(work / "published")
     return download("org/model", work / "published", **where)
 
 
-def _in_cache(work: Path) -> None:
+def _in_cache(work):
     (work / "CKPT").symlink_to(_downloaded(work, cache_dir=work / "cache"))
 
 
-def _received(path: Path) -> None:
+def _received(path):
     """Other bytes in one matrix, as of a download: the file is as old as it was."""
     name = names(path, f"{LAST}mlp.down_proj.weight")[0]
     file = shard_of(path, name)
@@ -78,14 +77,14 @@ def _received(path: Path) -> None:
     os.utime(file, (before, before))
 
 
-def _dangling(path: Path) -> None:
+def _dangling(path):
     file = shard_of(path, f"{LAST}self_attn.q_proj.weight")
     blob = path / "blobs" / "0badc0de"
     file.unlink()
     file.symlink_to(blob)
 
 
-def _linked(work: Path) -> None:
+def _linked(work):
     """As the cache of the hub has it: files are links into `blobs`."""
     model = work / "models--org--model"
     path, blobs = model / "snapshots" / "0123abcd", model / "blobs"
@@ -99,7 +98,7 @@ def _linked(work: Path) -> None:
     (work / "CKPT").symlink_to(path)
 
 
-def _reused(path: Path) -> None:
+def _reused(path):
     """A file of another save of the model is used for some tensors, and holds others under names that are elsewhere."""
     own = shard_of(path, EXPERT)
     other = next(file for file in sorted(path.glob("*.safetensors")) if file != own)
@@ -107,14 +106,14 @@ def _reused(path: Path) -> None:
     save_file(load_file(other) | more, other, metadata={"format": "pt"})
 
 
-def _overlay(path: Path) -> None:
+def _overlay(path):
     """New values of some tensors in a file of their own, which the index names; the old ones are still stored."""
     changed = names(path, ".self_attn.o_proj.weight")
     save_file({name: tensor(path, name) * 1.5 for name in changed}, path / "model-overlay.safetensors")
     edit_index(path, lambda weight_map: weight_map.update(dict.fromkeys(changed, "model-overlay.safetensors")))
 
 
-def _stray(path: Path) -> None:
+def _stray(path):
     """One file of a 4-bit conversion beside the shards of the model in BF16."""
     codes = {
         name: torch.ones(tensor(path, name).shape[0], 24, dtype=torch.uint32) for name in names(path, "_proj.weight")
@@ -122,19 +121,19 @@ def _stray(path: Path) -> None:
     save_file(codes, path / "model.safetensors", metadata={"format": "mlx"})
 
 
-def _renumbered(path: Path) -> None:
+def _renumbered(path):
     files = sorted(path.glob("*.safetensors"))
     for number, file in enumerate(files, 1):
         file.rename(path / f"model-{number:05d}-of-{len(files) + 2:05d}.safetensors")
 
 
-def _piece_without_place(content: Metadata) -> None:
+def _piece_without_place(content):
     """storage_data has no entry for a piece that the tensor's chunks name."""
     index = next(index for index in content.storage_data if index.fqn == QKV)
     del content.storage_data[index]
 
 
-def _resumes(work: Path) -> None:
+def _resumes(work):
     root = work / "CKPT"
     shutil.copytree(root / "release", work / "RUN" / "iter_0000010")
     common = torch.load(work / "RUN" / "iter_0000010" / "common.pt", weights_only=False)
@@ -143,12 +142,12 @@ def _resumes(work: Path) -> None:
     (work / "RUN" / TRACKER).write_text("10")
 
 
-def _common_state_as_an_object(work: Path) -> None:
+def _common_state_as_an_object(work):
     """As megatron-core 0.19 saves: what common.pt held is an object among the .distcp files."""
     path, key, name = work / "CKPT" / "release", "common_state/shard_0_1", "__0_9.distcp"
     common = path / "common.pt"
 
-    def add(content: Metadata) -> None:
+    def add(content):
         content.state_dict_metadata[key] = BytesStorageMetadata()
         content.storage_data[MetadataIndex(key)] = _StorageInfo(name, 0, common.stat().st_size)
 
@@ -156,7 +155,7 @@ def _common_state_as_an_object(work: Path) -> None:
     common.rename(path / name)
 
 
-def _fsdp(work: Path) -> None:
+def _fsdp(work):
     """What Megatron-FSDP leaves: torch's own save, without metadata.json and common.pt."""
     save_fsdp(work / "CKPT" / "release", work / "saved")
     shutil.move(work / "CKPT" / "hf", work / "saved" / "hf")

@@ -1,24 +1,22 @@
 """Reports about launches: arguments, sizes and paths that are not the model's, or that no stack can start with."""
 
-from pathlib import Path
-
 from support.launch_scripts import write_headers, write_launch
 
-from reports.report import Case, Change
+from reports.report import Case
 
 SCRIPT = "ckptkit preflight run.sh"
 
 
-def launch(family: str) -> Change:
-    def prepare(work: Path) -> None:
+def launch(family):
+    def prepare(work):
         write_headers(work / "CKPT", family)
         write_launch(work, family, work / "CKPT")
 
     return prepare
 
 
-def said(before: str, after: str) -> Change:
-    def damage(work: Path) -> None:
+def said(before, after):
+    def damage(work):
         changed = 0
         for file in (work / "run.sh", work / "job.yaml", *(work / "models").glob("*.sh")):
             if file.exists() and before in (text := file.read_text()):
@@ -29,14 +27,14 @@ def said(before: str, after: str) -> Change:
     return damage
 
 
-def _one_step(work: Path) -> None:
+def _one_step(work):
     launch("qwen2")(work)
     batch = "--num-rollout 2 --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64"
     said("--rollout-batch-size 32", batch)(work)
 
 
-def with_options(family: str, options: str) -> Change:
-    def prepare(work: Path) -> None:
+def with_options(family, options):
+    def prepare(work):
         launch(family)(work)
         said("  --rollout-batch-size 32", f"  {options} --rollout-batch-size 32")(work)
 
@@ -63,7 +61,7 @@ cluster: {{gpus_per_node: 8, num_nodes: 2}}
 """
 
 
-def _nemo_rl(work: Path) -> None:
+def _nemo_rl(work):
     write_headers(work / "CKPT", "qwen2")
     (work / "job.yaml").write_text(NEMO_RL.format(work=work))
 
@@ -75,37 +73,37 @@ VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.
 """
 
 
-def _verl(work: Path) -> None:
+def _verl(work):
     write_headers(work / "CKPT", "qwen2")
     (work / "run.sh").write_text(VERL)
 
 
-def _bridge_format(work: Path) -> None:
+def _bridge_format(work):
     """The settings take a checkpoint of Megatron-LM for one of Megatron-Bridge."""
     said("format: megatron_lm", "format: megatron_bridge")(work)
 
 
-def _nemo_rl_from_megatron(work: Path) -> None:
+def _nemo_rl_from_megatron(work):
     text = NEMO_RL.replace("{work}/CKPT", "{work}/RELEASE").replace(
         "  megatron_cfg:", "  pretrained_checkpoint: {{path: {work}/CKPT, format: megatron_lm}}\n  megatron_cfg:"
     )
     (work / "job.yaml").write_text(text.format(work=work))
 
 
-def _four_stages(work: Path) -> None:
+def _four_stages(work):
     launch("qwen2")(work)
     ends = "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7"
     sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     said(sizes, f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {ends}")(work)
 
 
-def _glm_in_one_group(work: Path) -> None:
+def _glm_in_one_group(work):
     launch("glm4_moe")(work)
     said("--rollout-num-gpus-per-engine 32 --sglang-ep-size 32", "--rollout-num-gpus-per-engine 16")(work)
     said(" --sglang-dp-size 4 --sglang-enable-dp-attention", "")(work)
 
 
-def _uneven(work: Path) -> None:
+def _uneven(work):
     _nemo_rl(work)
     ends = "num_layers_in_first_pipeline_stage: 13\n    num_layers_in_last_pipeline_stage: 15\n"
     said("  generation:\n", f"    {ends}  generation:\n")(work)
@@ -116,7 +114,7 @@ _ONE_CHUNK = "--num-virtual-stages-per-pipeline-rank 1"
 _NO_TRAINER = "trainer"
 
 
-def _eight_stages(work: Path) -> None:
+def _eight_stages(work):
     """NeMo-RL's settings for 16 GPUs of training: 2 layers in the first and the last of 8 stages, 4 in the others."""
     _nemo_rl(work)
     said("pipeline_model_parallel_size: 2\n", f"pipeline_model_parallel_size: 8\n{_ENDS}")(work)
@@ -124,8 +122,8 @@ def _eight_stages(work: Path) -> None:
     said("num_nodes: 2}", "num_nodes: 3}")(work)
 
 
-def _serving(options: str) -> Change:
-    def prepare(work: Path) -> None:
+def _serving(options):
+    def prepare(work):
         write_headers(work / "CKPT", "qwen2")
         (work / "run.sh").write_text(f"vllm serve CKPT --enable-lora {options} --lora-modules one=ADAPTER\n")
 

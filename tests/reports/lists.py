@@ -1,9 +1,6 @@
 """Reports about lists of modules that are left out, and about what is quantized against them or under other names."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
@@ -28,7 +25,7 @@ from reports.changes import (
     without_tensors,
 )
 from reports.quantized import cache_scales, dequantized_from
-from reports.report import SOURCE, Case, Change
+from reports.report import SOURCE, Case
 
 LAYERS = tuple(f"model.language_model.layers.{layer}" for layer in range(12))
 ROUTERS = tuple(f"model.layers.{layer}.mlp.gate" for layer in range(12))
@@ -52,17 +49,17 @@ _OF_KEPT = [
 ]
 
 
-def listed(key: str, *entries: str) -> Change:
+def listed(key, *entries):
     return quantization(lambda content: content.update({key: [*content.get(key, []), *entries]}))
 
 
-def _excluding(*modules: str, packed: str = r".*_proj\.weight") -> Change:
+def _excluding(*modules, packed=r".*_proj\.weight"):
     return steps(stored_as(_NVFP4, packed), exclude(lambda listed: [*listed, *modules]))
 
 
-def exclude(change: Callable[[list[str]], list[str]]) -> Change:
-    def damage(work: Path) -> None:
-        def edit(content: dict[str, Any]) -> None:
+def exclude(change):
+    def damage(work):
+        def edit(content):
             content["quantization"]["exclude_modules"] = change(content["quantization"]["exclude_modules"])
 
         edit_json(work / "CKPT" / _BESIDE, edit)
@@ -70,26 +67,26 @@ def exclude(change: Callable[[list[str]], list[str]]) -> Change:
     return damage
 
 
-def without(*modules: str) -> Change:
+def without(*modules):
     return exclude(lambda listed: [one for one in listed if one not in modules])
 
 
-def _hard_coded(listed: list[str]) -> list[str]:
+def _hard_coded(listed):
     """A prefix that no module has: the one of the layers, before the one of the language model."""
     return [one.replace("model.language_model.", "model.layers.language_model.") for one in listed]
 
 
-def _head_packed(path: Path) -> None:
+def _head_packed(path):
     name = "lm_head.weight"
     replace(path, dict(_NVFP4.store("lm_head", tensor(path, name))), [])
 
 
-def _containers(content: dict[str, Any]) -> None:
+def _containers(content):
     """The modules that hold an expert's projections, as llm-compressor lists what has no weight of its own."""
     content["ignore"] += [f"model.layers.{layer}.mlp.experts.{one}" for layer in range(12) for one in range(12)]
 
 
-def _fp8_listed(work: Path) -> None:
+def _fp8_listed(work):
     """FP8 in blocks, and a list of what is left in BF16 under the name that transformers gives it."""
     stored_as("fp8", r".*\.(q|k|v|o|gate|up|down)_proj\.weight")(work)
     kept = ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "conv1d", "out_proj")
@@ -97,21 +94,21 @@ def _fp8_listed(work: Path) -> None:
     quantization(lambda content: content.update(modules_to_not_convert=[*left, "lm_head", "model.visual", "mtp"]))(work)
 
 
-def _gates_of_a_mixture(content: dict[str, Any]) -> None:
+def _gates_of_a_mixture(content):
     """The router of each layer, as in the list of the mixture of experts; a dense layer has gate_proj there."""
     content["modules_to_not_convert"] += [f"{layer}.mlp.gate" for layer in LAYERS]
 
 
-def _packed_experts(path: Path) -> None:
+def _packed_experts(path):
     """Experts of a layer in one tensor a part, under names that quantized experts do not have."""
     old = names(path, ".mlp.experts.")
-    stacked: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    stacked = {}
     for name in old:
         match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)_proj\.(.+)", name)
         assert match
         stacked.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = tensor(path, name)
     whole = {key: torch.stack([one[number] for number in sorted(one)]) for key, one in stacked.items()}
-    new: dict[str, torch.Tensor] = {}
+    new = {}
     for (stem, part, ending), found in whole.items():
         suffix = "" if ending == "weight" else f"_{ending}"
         if part == "down":
@@ -123,13 +120,13 @@ def _packed_experts(path: Path) -> None:
     number_files(path)
 
 
-def _without_draft_experts(content: dict[str, Any]) -> None:
+def _without_draft_experts(content):
     kept = [entry for entry in content["ignore"] if "mtp" not in entry]
     draft = ["re:mtp.layers.0.self_attn.*", "re:mtp.layers.0.mlp.shared_expert.*", "mtp.layers.0.mlp.gate"]
     content["ignore"] = [*kept, "mtp.fc", *draft]
 
 
-def _one_by_one(content: dict[str, Any]) -> None:
+def _one_by_one(content):
     parts = [f"{expert}.{part}_proj" for expert in range(12) for part in ("gate", "up", "down")]
     kept = [entry for entry in content["exclude"] if "experts" not in entry]
     content["exclude"] = [*kept, *(f"model.layers.{layer}.mlp.experts.{part}" for layer in _KEPT for part in parts)]
@@ -138,11 +135,11 @@ def _one_by_one(content: dict[str, Any]) -> None:
 _OUTPUTS = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(12)]
 
 
-def _wide_outputs(work: Path) -> None:
+def _wide_outputs(work):
     widen(work / "CKPT", (work / SOURCE).resolve(), ".o_proj")
 
 
-def _attention_in_fp8(path: Path) -> None:
+def _attention_in_fp8(path):
     """As Quark leaves block FP8 that its list excludes, under a name of its own for the scale."""
     for name in names(path, "self_attn."):
         if name.endswith("_proj.weight"):
@@ -150,12 +147,12 @@ def _attention_in_fp8(path: Path) -> None:
             replace(path, {name: codes, f"{name}_scale": scale})
 
 
-def _two_widths(work: Path) -> None:
+def _two_widths(work):
     int4_without()(work)
     widen(work / "CKPT", (work / SOURCE).resolve(), ".down_proj")
 
 
-def _with_recipe(work: Path) -> None:
+def _with_recipe(work):
     """A recipe of patterns beside the list of names that they became."""
     stored_as("nvfp4-compressed", _TEXT)(work)
     own = [name.removesuffix(".weight") for name in names(work / "CKPT", "router.proj.weight")]
@@ -166,12 +163,12 @@ def _with_recipe(work: Path) -> None:
     )
 
 
-def _drafts_packed(path: Path) -> None:
+def _drafts_packed(path):
     modules = [name.removesuffix(".weight") for name in names(path, "mtp.layers.0") if name.endswith("_proj.weight")]
     packed(modules)(path, "")
 
 
-def _visual_packed(work: Path) -> None:
+def _visual_packed(work):
     """The tower's MLP too, whose sizes no kernel's tile divides."""
     path = work / "CKPT"
     store, new = SPELLINGS["nvfp4-modelopt"].store, dict[str, Tensor]()
@@ -183,7 +180,7 @@ def _visual_packed(work: Path) -> None:
     exclude(lambda listed: [one for one in listed if "visual" not in one])(work)
 
 
-def _bytes_as_numbers(work: Path) -> None:
+def _bytes_as_numbers(work):
     """Exponents multiplied as the numbers that their bytes are."""
     path, new = work / "CKPT", dict[str, Tensor]()
     for name in names(work / SOURCE, ".weight_scale_inv"):
@@ -193,7 +190,7 @@ def _bytes_as_numbers(work: Path) -> None:
     replace(path, new)
 
 
-def _routers_fp8(work: Path) -> None:
+def _routers_fp8(work):
     path, new = work / "CKPT", dict[str, Tensor]()
     for name in [*names(path, "router.proj.weight"), *names(path, "embed_vision.embedding_projection.weight")]:
         new |= _CHANNEL.store(name.removesuffix(".weight"), tensor(path, name))
@@ -201,13 +198,13 @@ def _routers_fp8(work: Path) -> None:
     quantization(lambda content: content.update(ignore=["lm_head", "re:.*vision_tower.*", "re:.*experts.*"]))(work)
 
 
-def _with_zero_points(work: Path) -> None:
+def _with_zero_points(work):
     """INT4 of experts in groups of 128, with zero points, for vLLM."""
     scheme = QuantScheme(128, "minmax", ("re:.*self_attn.*",), symmetric=False)
     quantize(work / SOURCE, work / "CKPT", scheme, readers=("vllm",))
 
 
-def _gptq(work: Path) -> None:
+def _gptq(work):
     """Matrices of the decoder under the names, dtypes and sizes of AutoRound's GPTQ format."""
     path, new = work / "CKPT", {}
     old = names(path, "_proj.weight")
@@ -225,15 +222,15 @@ def _gptq(work: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "auto-round", **how})
 
 
-def _older_tower(content: dict[str, Any]) -> None:
+def _older_tower(content):
     """The tower's modules by name, as transformers called them before 5: no class of today has `vision_model`."""
     parts = (*(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
     tower = [f"model.vision_tower.vision_model.encoder.layers.{layer}.{part}" for layer in (0, 1) for part in parts]
     content["ignore"] = [*(entry for entry in content["ignore"] if "vision" not in entry), *tower]
 
 
-def _in_groups(targets: dict[int, list[str]]) -> Change:
-    def change(content: dict[str, Any]) -> None:
+def _in_groups(targets):
+    def change(content):
         group = next(iter(content["config_groups"].values()))
         content["config_groups"] = {
             f"group_{bits}": {**group, "targets": several, "weights": {**group["weights"], "num_bits": bits}}
@@ -243,7 +240,7 @@ def _in_groups(targets: dict[int, list[str]]) -> Change:
     return quantization(change)
 
 
-def _short(name: str) -> str:
+def _short(name):
     return name.replace("language_model.model.layers.", "language_model.layers.")
 
 

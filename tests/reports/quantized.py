@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
@@ -12,7 +10,6 @@ from mutations.int4 import packed, unpack
 from support import models
 from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
 from support.quantized import int4, with_fp8_blocks
-from torch import Tensor
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -28,26 +25,26 @@ from reports.changes import (
     settings,
     stored_as,
 )
-from reports.report import SOURCE, Case, Change
+from reports.report import SOURCE, Case
 
 
-def _suffixed(content: dict[str, Any]) -> None:
+def _suffixed(content):
     """Entries as a wrapper names its modules, `...q_proj.linear`."""
     content["ignore"] = [f"{entry}.linear" if "self_attn" in entry else entry for entry in content["ignore"]]
 
 
-def deepseek_v4(work: Path) -> None:
+def deepseek_v4(work):
     (work / "CKPT").rename(work / "plain")
     write(work / "plain", work / "CKPT", DEEPSEEK_V4, lambda name: V4_QUANTIZED.fullmatch(name) is not None)
 
 
-def _without_scales_of_wo_a(path: Path) -> None:
+def _without_scales_of_wo_a(path):
     """The index lists them still."""
     for name in names(path, "attn.wo_a.scale"):
         models.edit(path, name, None)
 
 
-def _attention_plain(work: Path) -> None:
+def _attention_plain(work):
     path = work / "CKPT"
     modules = sorted(
         {name.removesuffix(".weight_packed") for name in names(path, "self_attn.") if name.endswith("weight_packed")}
@@ -56,19 +53,19 @@ def _attention_plain(work: Path) -> None:
     quantization(lambda content: content["ignore"].extend(modules))(work)
 
 
-def _split_names(content: dict[str, Any]) -> None:
+def _split_names(content):
     """The list has the names of an older writer, `in_proj_qkv`; the tensors are `in_proj_qkvz`."""
     kept = [entry for entry in content["ignore"] if "linear_attn" not in entry]
     content["ignore"] = [*kept, "re:.*linear_attn.in_proj_(qkv|z|a|b)$", "re:.*linear_attn.(out_proj|conv1d)$"]
 
 
-def _embedding_packed(path: Path) -> None:
+def _embedding_packed(path):
     name = "model.embed_tokens.weight"
     parts, _ = int4(strategy="group", group_size=32)(tensor(path, name))
     replace(path, {name + ending: part for ending, part in parts.items()}, [name])
 
 
-def _small_packed(path: Path) -> None:
+def _small_packed(path):
     parts = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight")
     modules = [name.removesuffix(".weight") for part in parts for name in names(path, part)]
     packed(modules)(path, "")
@@ -81,7 +78,7 @@ def _small_packed(path: Path) -> None:
     )
 
 
-def _zero_block(path: Path) -> None:
+def _zero_block(path):
     """The scale of a block of zeros is 0 / 448, and its codes are 0 / 0."""
     name = "model.layers.3.mlp.down_proj.weight"
     codes, scale = tensor(path, name), tensor(path, f"{name}_scale_inv")
@@ -89,22 +86,22 @@ def _zero_block(path: Path) -> None:
     replace(path, {name: codes, f"{name}_scale_inv": scale})
 
 
-def _fp8(work: Path) -> None:
+def _fp8(work):
     with_fp8_blocks((work / SOURCE).resolve(), work / "CKPT", 32)
 
 
-def _mtp_by_name(content: dict[str, Any]) -> None:
+def _mtp_by_name(content):
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     kept = [entry for entry in content["ignore"] if "mtp" not in entry]
     content["ignore"] = [*kept, "mtp.fc", *(f"mtp.layers.0.{part}" for part in parts)]
 
 
-def _without_drafts(content: dict[str, Any]) -> None:
+def _without_drafts(content):
     content["ignore"] = [entry for entry in content["ignore"] if "mtp" not in entry]
 
 
-def cache_scales(work: Path) -> None:
+def cache_scales(work):
     """Calibrated scales of the FP8 cache, as compressed-tensors stores them."""
     path = work / "CKPT"
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -114,13 +111,13 @@ def cache_scales(work: Path) -> None:
     replace(path, {f"{module}.{kind}_scale": ones.clone() for module in attention for kind in "kv"})
 
 
-def _targets(work: Path) -> None:
+def _targets(work):
     """Targets by expressions that name what is packed, fused names included."""
     targets = [r"re:.*self_attn\.(q|k|v|o|qkv)_proj$", r"re:.*mlp\.experts\..*(gate|up|down|gate_up)_proj$"]
     quantization(lambda content: content["config_groups"]["group_0"].update(targets=targets))(work)
 
 
-def _nvfp4(work: Path) -> None:
+def _nvfp4(work):
     """The projections as ModelOpt stores them in NVFP4, with scales of activations."""
     path, new, store = work / "CKPT", dict[str, torch.Tensor](), modelopt_nvfp4(inputs=True)
     old = names(path, "_proj.weight")
@@ -131,15 +128,15 @@ def _nvfp4(work: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
 
 
-def _half_scales(path: Path) -> None:
+def _half_scales(path):
     """Counted from the packed bytes: a scale for each 32 weights, not 16."""
     replace(path, {name: tensor(path, name)[:, ::2].contiguous() for name in names(path, "_proj.weight_scale")[::2]})
 
 
-def _from_mxfp4(exponent: int) -> Change:
+def _from_mxfp4(exponent):
     """MXFP4 with values in one block that are so far apart, and what FP8 with powers of two makes of it."""
 
-    def make(work: Path) -> None:
+    def make(work):
         name, release, made = "model.layers.5.mlp.experts.7.up_proj.weight", work / "PLAIN", work / "CKPT"
         if not release.exists():
             (work / SOURCE).rename(release)
@@ -155,7 +152,7 @@ def _from_mxfp4(exponent: int) -> Change:
     return make
 
 
-def _one_scale(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _one_scale(module, weight):
     """FP8 with one scale a weight, and one of its inputs, as Mistral stores it."""
     scale = weight.float().abs().max() / 448
     codes = (weight.float() / scale).to(torch.float8_e4m3fn)
@@ -163,29 +160,29 @@ def _one_scale(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{module}.weight": codes, **{f"{module}.{name}": one for name, one in scales.items()}}
 
 
-def _as_mistral_text(work: Path) -> None:
+def _as_mistral_text(work):
     content = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     spelling = Spelling(_one_scale, {"quantization_config": content | {"modules_to_not_convert": ["lm_head"]}})
     write((work / SOURCE).resolve(), work / "CKPT", spelling)
 
 
-def _for_a_kernel(scale: Tensor) -> Tensor:
+def _for_a_kernel(scale):
     """Exponents four in an int32, as DeepGEMM takes them."""
     powers = exponents(scale)
     return torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous().view(torch.int32)
 
 
-def _mxfp4_but_for_drafts(work: Path) -> None:
+def _mxfp4_but_for_drafts(work):
     """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
     layers = json.loads((work / SOURCE / "config.json").read_text())["num_hidden_layers"]
     stored_as("mxfp4-quark", rf"(?!.*layers\.{layers}\.).*_proj\.weight")(work)
     quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
 
 
-def dequantized_from(spelling: str, name: str) -> Change:
+def dequantized_from(spelling, name):
     """What a low-precision release means in BF16; that release is at `name`."""
 
-    def prepare(work: Path) -> None:
+    def prepare(work):
         plain = (work / SOURCE).resolve()
         if name == SOURCE:
             (work / SOURCE).unlink()
@@ -198,11 +195,11 @@ def dequantized_from(spelling: str, name: str) -> Change:
     return prepare
 
 
-def _without(ending: str) -> Change:
+def _without(ending):
     return dropped(rf"^model\.layers\.5\.mlp\.experts\.(3|9)\..*{ending}")
 
 
-def _scale_too_large(scale: Tensor) -> Tensor:
+def _scale_too_large(scale):
     """A scale above 448, which a cast to FP8 makes NaN."""
     scale.view(torch.uint8)[0, 0] = 0x7F
     return scale

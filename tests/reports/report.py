@@ -1,7 +1,7 @@
 """A public bug report: its row in lab/reports.md, and the case that rebuilds it."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,16 +47,16 @@ class Report:
     case: Case
 
     @property
-    def code(self) -> str:
+    def code(self):
         """The code that must be found; none where nothing is to be found, and `result` says why."""
         return self.result if self.verdict == "found" else ""
 
     @property
-    def key(self) -> str:
+    def key(self):
         return self.thread.replace("/", "-")
 
 
-def read(cases: Mapping[str, Case]) -> Iterator[Report]:
+def read(cases):
     """The rows of the document with their cases. Raises KeyError for a row without a case."""
     verdict = ""
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():

@@ -3,18 +3,15 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
-from mutations.starts import Starts
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from reports.report import SOURCE, Case, Report
+from reports.report import SOURCE
 
 
 @dataclass(frozen=True)
@@ -26,15 +23,15 @@ class Said:
     errors: str
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self):
         return list(self.report["findings"]) if self.report else []
 
     @property
-    def text(self) -> str:
+    def text(self):
         return json.dumps(self.report) + self.errors
 
 
-def make(case: Case, starts: Starts, work: Path) -> Path:
+def make(case, starts, work):
     work.mkdir()
     if case.start:
         model, _, kind = case.start.partition("/")
@@ -46,7 +43,7 @@ def make(case: Case, starts: Starts, work: Path) -> Path:
     return work
 
 
-def run(command: str, work: Path) -> Said:
+def run(command, work):
     program, *words = shlex.split(command)
     assert program == "ckptkit"
     at = words.index("--") if "--" in words else len(words)
@@ -59,7 +56,7 @@ def run(command: str, work: Path) -> Said:
     return Said(done.exit_code, json.loads(done.stdout) if done.exit_code < 2 or done.stdout else None, done.stderr)
 
 
-def missed(report: Report, said: Said) -> str | None:
+def missed(report, said):
     """Why what was said does not find the report; None where it does."""
     words = [_words(finding) for finding in said.findings if _code(finding) == report.code]
     if not words:
@@ -69,16 +66,16 @@ def missed(report: Report, said: Said) -> str | None:
     return None if said.code == 1 else f"exit {said.code}: only a warning"
 
 
-def _all(said: Said) -> Iterator[str]:
+def _all(said):
     yield from (f"{_code(finding)}: {_words(finding)}" for finding in said.findings)
     for check in (said.report or {}).get("checks", []):
         if check["status"] == "skipped" and check["reason"]:
             yield f"{check['code']} skipped: {check['reason']}"
 
 
-def _code(finding: dict[str, Any]) -> str:
+def _code(finding):
     return str(finding.get("code") or f"lint: {finding['kind']}")
 
 
-def _words(finding: dict[str, Any]) -> str:
+def _words(finding):
     return " ".join(str(value) for value in finding.values())

@@ -1,17 +1,14 @@
 """Test models in sizes that INT4 kernels have tiles for, so that their INT4 is sound for an engine too."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from families import ALL_CASES, CASES
-from families.case import Case
-from transformers import PretrainedConfig
 
 _SIZES = {"intermediate_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 
 
-def _sized(case: Case, sizes: Mapping[str, int] = _SIZES) -> Case:
-    def config() -> PretrainedConfig:
+def _sized(case, sizes=_SIZES):
+    def config():
         whole = case.config()
         text = whole.get_text_config()
         for name, size in sizes.items():
@@ -23,7 +20,7 @@ def _sized(case: Case, sizes: Mapping[str, int] = _SIZES) -> Case:
 
 
 # Every test model, some of them again under `NAME-tiles`, and gpt-oss with square matrices, as its releases have them.
-MODELS: Mapping[str, Case] = ALL_CASES | {
+MODELS = ALL_CASES | {
     **{
         f"{name}-tiles": _sized(CASES[name])
         for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")

@@ -1,27 +1,24 @@
 """Each public report is found by its command, its sound twin is silent, as lab/reports.md says."""
 
-from pathlib import Path
-
 import pytest
 from mutations.starts import Starts
 from support.nightly import daily
 
 from reports import CASES, REPORTS
-from reports.report import Report
-from reports.running import Said, make, missed, run
+from reports.running import make, missed, run
 from reports.sizes import MODELS
 
 _OF_CODE = {report.code: [one for one in REPORTS if one.code == report.code] for report in REPORTS if report.code}
 DAILY = [report for report in REPORTS if not report.code or report == _OF_CODE[report.code][-1]]  # the last of a check
-_SAID: dict[tuple[object, ...], Said] = {}
+_SAID = {}
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(tmp_path_factory):
     return Starts(tmp_path_factory.mktemp("starts"), MODELS)
 
 
-def of_sound_twin(report: Report, work: Path) -> Said:
+def of_sound_twin(report, work):
     key = (report.case.twin or report.command, report.case.start, report.case.prepare)
     if key not in _SAID:
         _SAID[key] = run(report.case.twin or report.command, work)
@@ -30,7 +27,7 @@ def of_sound_twin(report: Report, work: Path) -> Said:
 
 @pytest.mark.usefixtures("kernel_tiles", "peft_here")
 @pytest.mark.parametrize("report", daily(REPORTS, DAILY), ids=lambda report: report.key)
-def test_report_is_found_and_its_sound_twin_is_silent(report: Report, starts: Starts, tmp_path: Path) -> None:
+def test_report_is_found_and_its_sound_twin_is_silent(report, starts, tmp_path):
     work = make(report.case, starts, tmp_path / "case")
     if report.verdict == "named":
         said = run(report.command, work)
@@ -48,6 +45,6 @@ def test_report_is_found_and_its_sound_twin_is_silent(report: Report, starts: St
     assert (why is None) == (report.verdict == "found"), why
 
 
-def test_every_case_has_a_row() -> None:
+def test_every_case_has_a_row():
     assert sorted(report.thread for report in REPORTS) == sorted(CASES)
     assert {report.verdict for report in REPORTS} <= {"found", "missed", "named", "sound"}

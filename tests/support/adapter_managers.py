@@ -10,13 +10,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ckptkit.verify.witnesses.loading.engine import ModelBuild, Weights
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 
 SCRATCH = Path(mkdtemp(prefix="adapters-"))
@@ -24,16 +23,16 @@ RANK = 8
 
 
 class Holding:
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self.engine = engine
 
-    def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
+    def __call__(self, model, weights, device):
         model.load_weights(weights)
 
 
-def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
+def in_sglang(base, adapter):
     """What SGLang's manager holds on the CPU."""
-    engine: Any = import_module("ckptkit.verify.witnesses.sglang.adapter")
+    engine = import_module("ckptkit.verify.witnesses.sglang.adapter")
     model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora import lora_manager
@@ -56,7 +55,7 @@ def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
     manager.fetch_new_loras({reference.lora_id})
     pool, scale = manager.memory_pool, manager.loras[reference.lora_id].scaling
     rank, slot = manager.configs[reference.lora_id].r, pool.get_buffer_id(reference.lora_id)
-    found: dict[str, Tensor] = {}
+    found = {}
     for layer, modules in enumerate(manager.lora_modules):
         for name in modules:
             target = lora_manager.get_target_module_name(name, pool.target_modules)
@@ -66,7 +65,7 @@ def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
     return found
 
 
-def parts_of(module: Any, rows: int) -> list[tuple[int, tuple[int, int]]]:
+def parts_of(module, rows):
     """The parts of a fused layer: of which rows of A, and of which of B."""
     base = module.base_layer
     sizes = getattr(base, "output_sizes", None) or [rows]
@@ -76,21 +75,21 @@ def parts_of(module: Any, rows: int) -> list[tuple[int, tuple[int, int]]]:
     return [(part, (end - size, end)) for part, (size, end) in enumerate(zip(sizes, ends, strict=True))]
 
 
-def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
+def in_vllm(base, adapter):
     """What vLLM's manager holds on the CPU."""
     import_module("ckptkit.verify.witnesses.vllm.platform").choose_platform(SCRATCH)
     from unittest.mock import patch
 
     from vllm.engine import arg_utils
 
-    engine: Any = import_module("ckptkit.verify.witnesses.vllm.adapter")
-    kept: dict[str, Any] = {}
+    engine = import_module("ckptkit.verify.witnesses.vllm.adapter")
+    kept = {}
     original, configure = arg_utils.EngineArgs, engine.configure
 
-    def with_lora(**given: Any) -> Any:
+    def with_lora(**given):
         return original(**given | {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "dtype": "float32"})
 
-    def noted(wanted: ModelBuild) -> Any:
+    def noted(wanted):
         kept["config"] = configure(wanted)
         return kept["config"]
 
@@ -105,7 +104,7 @@ def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
         worker = WorkerLoRAManager(config, torch.device("cpu"), {})
         worker.create_lora_manager(model, config)
         worker.add_adapter(LoRARequest("one", 1, str(adapter)))
-    found: dict[str, Tensor] = {}
+    found = {}
     for name, module in worker._adapter_manager.modules.items():
         a, b = module.lora_a_stacked, module.lora_b_stacked
         if isinstance(a, Tensor):  # of embeddings A has a row for each token
@@ -116,13 +115,13 @@ def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
     return found
 
 
-def unpinned(make: Any) -> Any:
+def unpinned(make):
     """What makes a tensor, in memory that no GPU needs to reach."""
     return lambda *words, pin_memory=False, **given: make(*words, **given)
 
 
-def main() -> None:
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
+def main():
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     load = {"sglang": in_sglang, "vllm": in_vllm}[sys.argv[1]]

@@ -1,27 +1,25 @@
 """LoRA adapters that PEFT itself makes and saves, for test models."""
 
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from families import HF_CASES, case
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ckptkit.verify.witnesses.process.exit_report import ExitReport, PhaseLog
 from ckptkit.verify.witnesses.reference.adapter import run
-from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
+from ckptkit.verify.witnesses.reference.job import NamesReport
 from ckptkit.verify.witnesses.runner import Answer
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+KINDS = {
     "dense": ("qwen3-untied", {"target_modules": [*ATTENTION, *MLP]}),
     "patterns": (
         "qwen3-untied",
@@ -45,7 +43,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def answer_here(job: NamesJob, *_: object) -> Future[Answer[NamesReport]]:
+def answer_here(job, *_):
     """As `ask_meanwhile`, in this process, which has imported PEFT already."""
     answer = Future[Answer[NamesReport]]()
     with TemporaryDirectory() as home:
@@ -57,7 +55,7 @@ def answer_here(job: NamesJob, *_: object) -> Future[Answer[NamesReport]]:
     return answer
 
 
-def randomized(model: nn.Module) -> None:
+def randomized(model):
     """B begins as zeros, which would merge to nothing."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -71,11 +69,11 @@ def randomized(model: nn.Module) -> None:
 class _Tree(nn.Module):
     """Linear layers of these weights by their names in the files, where transformers has experts in one tensor."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights):
         super().__init__()
         for name, weight in weights.items():
             *parents, leaf = name.removesuffix(".weight").split(".")
-            module: nn.Module = self
+            module = self
             for part in parents:
                 if part not in dict(module.named_children()):
                     module.add_module(part, nn.Module())
@@ -85,7 +83,7 @@ class _Tree(nn.Module):
             module.add_module(leaf, linear)
 
 
-def _of_files(kind: str, path: Path) -> None:
+def _of_files(kind, path):
     """As `made`, of modules that stand as the files have them. PEFT merges experts one by one alone."""
     stored = {name: one for file in (path / "base").glob("*.safetensors") for name, one in load_file(file).items()}
     weights = {name: one for name, one in stored.items() if ".experts." in name}
@@ -93,7 +91,7 @@ def _of_files(kind: str, path: Path) -> None:
         factors = _shared(weights)
         shapes = {name: (one.shape[1], other.shape[2]) for name, (other, one) in factors.items()}
         weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    tuned = get_peft_model(_Tree(weights), LoraConfig(r=4, lora_alpha=8, **KINDS[kind][1]))  # type: ignore[arg-type]
+    tuned = get_peft_model(_Tree(weights), LoraConfig(r=4, lora_alpha=8, **KINDS[kind][1]))
     randomized(tuned)
     if kind == "shared outer":
         for name, pair in factors.items():
@@ -109,9 +107,9 @@ def _of_files(kind: str, path: Path) -> None:
     save_file({name: one.contiguous() for name, one in whole.items()}, path / "merged" / "model.safetensors")
 
 
-def _shared(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _shared(stored):
     """Factors of 12 experts, which share A of gate and up, and B of down."""
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    factors = {}
     for block in sorted({name.partition(".experts.")[0] + ".experts" for name in stored}):
         inner, hidden = stored[f"{block}.0.gate_proj.weight"].shape
         one, several = torch.randn(1, 4, hidden) * 0.05, torch.randn(12, 2 * inner, 4) * 0.05
@@ -120,7 +118,7 @@ def _shared(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return factors
 
 
-def made(kind: str, path: Path) -> None:
+def made(kind, path):
     """`base`, an `adapter` for it as PEFT saves it, and what PEFT merges, saved by transformers as `merged`."""
     name, options = KINDS[kind]
     case.save(name, HF_CASES[name], path / "base", torch.float32)

@@ -2,10 +2,8 @@
 
 import os
 import signal
-from typing import Any
 
 import torch
-from torch import Tensor
 
 HOW = os.environ["BREAK"]
 if HOW == "import":
@@ -15,36 +13,36 @@ from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noq
 from ckptkit.verify.witnesses.megatron.model import GPTModel  # noqa: E402
 
 
-def _defect(*_: Any) -> Any:
+def _defect(*_):
     raise KeyError("a defect of ours")
 
 
-def _kill(*_: Any) -> Any:
+def _kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _tf32(value: Tensor) -> Tensor:
+def _tf32(value):
     """The nearest numbers of 10 bits of mantissa, in float32."""
     return ((value.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def _general_gemm(weight: Tensor, given: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+def _general_gemm(weight, given, *_, **__):
     """As Transformer Engine's, of what `RouterGatingLinearFunction` gives it: it rounds the factors to TF32."""
     return (_tf32(given) @ _tf32(weight).t(),)
 
 
-def _without_sum(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+def _without_sum(module, inputs, output):
     """The output of a projection without the sum over tensor parallel ranks."""
     weight, (given, *_) = module.weight, inputs
     return torch.nn.functional.linear(given, weight), output[1]
 
 
-def _planted(chunks: list[Any]) -> list[Any]:
+def _planted(chunks):
     chunks[0].decoder.layers[4].self_attention.linear_proj.register_forward_hook(_without_sum)
     return chunks
 
 
-def main() -> None:
+def main():
     build = witness_megatron.build_chunks
     if HOW == "own":
         witness_megatron.Position.here = _defect

@@ -5,23 +5,20 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 _PATIENCE_S = 60
 
 
-def found() -> str | None:
+def found():
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
     """One tab. `problems` are what the console and the network complained of."""
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self, reader, writer):
         self._reader, self._writer, self._rest, self._last, self._session = reader, writer, b"", 0, ""
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -30,9 +27,9 @@ class Page:
             self.call(f"{domain}.enable")
         self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
 
-    def call(self, method: str, **parameters: Any) -> Any:
+    def call(self, method, **parameters):
         self._last += 1
-        message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
+        message = {"id": self._last, "method": method, "params": parameters}
         os.write(
             self._writer, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
         )
@@ -42,7 +39,7 @@ class Page:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def _next(self) -> Any:
+    def _next(self):
         while b"\0" not in self._rest:
             chunk = os.read(self._reader, 1 << 16)
             assert chunk, "the browser has gone"
@@ -58,7 +55,7 @@ class Page:
             self.problems.append(json.dumps(message["params"]))
         return message
 
-    def open(self, path: Path, fragment: str = "") -> None:
+    def open(self, path, fragment=""):
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=path.as_uri() + fragment)
         ended = time.monotonic() + _PATIENCE_S
@@ -66,29 +63,29 @@ class Page:
             assert time.monotonic() < ended, "the page did not load"
             time.sleep(0.05)
 
-    def run(self, expression: str) -> Any:
+    def run(self, expression):
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def press(self, key: str, code: int) -> None:
+    def press(self, key, code):
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
 
-    def width(self, pixels: int) -> None:
+    def width(self, pixels):
         self.call("Emulation.setDeviceMetricsOverride", width=pixels, height=900, deviceScaleFactor=1, mobile=False)
 
-    def scheme(self, name: str) -> None:
+    def scheme(self, name):
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
 
 @contextmanager
-def page(profile: Path) -> Iterator[Page]:
+def page(profile):
     """A tab of a browser of its own."""
     (read_here, write_there), (read_there, write_here) = os.pipe(), os.pipe()
 
-    def arrange() -> None:
+    def arrange():
         # Copies first: either number may be taken by the other.
         one, other = os.dup(read_there), os.dup(write_there)
         os.dup2(one, 3)

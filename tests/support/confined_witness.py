@@ -13,7 +13,7 @@ from pathlib import Path
 _TELL = "CKPTKIT_TEST_TELL_PATH"
 
 
-def main() -> None:
+def main():
     if _TELL in os.environ:
         print(_path())
         return
@@ -22,21 +22,21 @@ def main() -> None:
     getattr(sys.modules[__name__], asked["do"])(job.parent, asked)
 
 
-def hang(folder: Path, asked: object) -> None:
+def hang(folder, asked):
     (folder / "began").touch()
     time.sleep(600)
 
 
-def eat(folder: Path, asked: object) -> None:
+def eat(folder, asked):
     held = bytearray(os.urandom(1 << 20) * 300)
     hang(folder, held)
 
 
-def tell(folder: Path, asked: object) -> None:
+def tell(folder, asked):
     (folder / "variables").write_text(json.dumps(dict(os.environ)))
 
 
-def path(folder: Path, asked: object) -> None:
+def path(folder, asked):
     """Writes down from where this process and those that it starts import, and where they run."""
     tell = "import os, sys; print([os.getcwd(), *sys.path])"
     kinds = {"-c": ["-c", tell], "stdin": ["-"], "-m": ["-m", "support.confined_witness"], "file": [__file__]}
@@ -51,17 +51,17 @@ def path(folder: Path, asked: object) -> None:
     (folder / "path").write_text(json.dumps(found))
 
 
-def _path() -> list[str]:
+def _path():
     return [os.getcwd(), *sys.path]
 
 
-def spawn(folder: Path, asked: object) -> None:
+def spawn(folder, asked):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (folder / "child").write_text(str(child.pid))
     hang(folder, asked)
 
 
-def meet(folder: Path, asked: dict[str, int]) -> None:
+def meet(folder, asked):
     """Joins a process group as the witnesses do, and writes down on which addresses it listens."""
     import torch.distributed as dist
 

@@ -8,8 +8,7 @@ slime/utils/disk_delta.py. miles 31f1ca96 and vime 03a8e1bf have the same functi
 import json
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 import xxhash
@@ -24,11 +23,11 @@ INDEX = "model.safetensors.index.json"
 State = Mapping[str, Tensor]
 
 
-def version_at(root: Path, number: int) -> Path:
+def version_at(root, number):
     return root / f"weight_v{number:06d}"
 
 
-def digest(algorithm: str, content: bytes) -> str:
+def digest(algorithm, content):
     match algorithm:
         case "xxh3-128":
             return xxhash.xxh3_128_hexdigest(content)
@@ -37,7 +36,7 @@ def digest(algorithm: str, content: bytes) -> str:
     return format(zlib.adler32(content), "08x")
 
 
-def encoded(encoding: str, old: bytes, new: bytes) -> bytes:
+def encoded(encoding, old, new):
     """The payload of a change, before it is compressed; of `overwrite` the count, positions and new bytes."""
     if encoding == "xor":
         return (int.from_bytes(old) ^ int.from_bytes(new)).to_bytes(len(old))
@@ -46,17 +45,15 @@ def encoded(encoding: str, old: bytes, new: bytes) -> bytes:
     return numbers + bytes(new[at] for at in changed)
 
 
-def raw(tensor: Tensor) -> bytes:
+def raw(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def packed(payload: bytes) -> Tensor:
+def packed(payload):
     return torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=1).compress(payload)), dtype=torch.uint8)
 
 
-def publish(
-    root: Path, number: int, old: State, new: State, encoding: str = "xor", algorithm: str = "xxh3-128", ranks: int = 2
-) -> Path:
+def publish(root, number, old, new, encoding="xor", algorithm="xxh3-128", ranks=2):
     """Writes the delta from `old` to `new` as that version: the tensors that changed, in a file for each rank."""
     path = version_at(root, number)
     path.mkdir(parents=True)
@@ -79,7 +76,7 @@ def publish(
     return path
 
 
-def trained(state: State, step: int) -> dict[str, Tensor]:
+def trained(state, step):
     """The weights after a training step: a few numbers of every second tensor are others."""
     generator, new = torch.Generator().manual_seed(step), {}
     for place, (name, tensor) in enumerate(state.items()):
@@ -90,7 +87,7 @@ def trained(state: State, step: int) -> dict[str, Tensor]:
     return new
 
 
-def publish_chain(root: Path, base: Path, encodings: Sequence[str] = ("xor",) * 6) -> list[dict[str, Tensor]]:
+def publish_chain(root, base, encodings=("xor",) * 6):
     """Publishes a chain of deltas onto an HF directory, and returns the weights of each version, 0 the base's."""
     states = [tensors(base)]
     for number, encoding in enumerate(encodings, 1):
@@ -99,13 +96,13 @@ def publish_chain(root: Path, base: Path, encodings: Sequence[str] = ("xor",) * 
     return states
 
 
-def edit_index(path: Path, **metadata: str) -> None:
+def edit_index(path, **metadata):
     index = json.loads((path / INDEX).read_text())
     index["metadata"] |= metadata
     (path / INDEX).write_text(json.dumps(index))
 
 
-def renumber(root: Path, old: int, new: int) -> None:
+def renumber(root, old, new):
     """Copies a version to another number, and has its index say so."""
     shutil.copytree(version_at(root, old), version_at(root, new), dirs_exist_ok=True)
     edit_index(version_at(root, new), version=f"{new:06d}", base_version=f"{new - 1:06d}")

@@ -14,10 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from ckptkit.verify.witnesses.loading.bits import difference, poison, poisoned
-from ckptkit.verify.witnesses.loading.engine import ModelBuild, Weights
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.placement import Placement, flat_elements
 from ckptkit.verify.witnesses.loading.trace import Trace
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
@@ -26,15 +25,15 @@ SCRATCH = Path(mkdtemp(prefix="drafts-"))
 
 
 class Seen:
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self.engine, self.held = engine, dict[str, Any]()
 
-    def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
+    def __call__(self, model, weights, device):
         before = {name: one.detach() for name, one in model.state_dict(keep_vars=True).items()}
         poison(one for name, one in before.items() if not self.engine.FACTS.has_default(name))
-        given: dict[str, torch.Tensor] = {}
+        given = {}
 
-        def noted() -> Weights:
+        def noted():
             for name, one in weights:
                 given[name] = one
                 yield name, one
@@ -58,7 +57,7 @@ class Seen:
         }
 
 
-def tokens_of(model: Any) -> list[int] | None:
+def tokens_of(model):
     """The target's tokens that the engine takes the draft's for, as it computes them."""
     if (hot := getattr(model, "hot_token_id", None)) is not None:
         return [int(one) for one in hot]
@@ -67,9 +66,9 @@ def tokens_of(model: Any) -> list[int] | None:
     return None
 
 
-def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, Any]:
+def load(name, target, draft, phases):
     """Builds and loads one draft model."""
-    engine: Any = import_module(f"ckptkit.verify.witnesses.{name}.adapter")
+    engine = import_module(f"ckptkit.verify.witnesses.{name}.adapter")
     seen = Seen(engine)
     if name == "sglang":
         engine.build(ModelBuild(draft, SCRATCH), seen, phases)
@@ -80,7 +79,7 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
     method = "eagle3" if "eagle3" in (draft / "config.json").read_text().lower() else "eagle"
     original = arg_utils.EngineArgs
 
-    def with_draft(**given: Any) -> Any:
+    def with_draft(**given):
         return original(
             **given | {"speculative_config": {"method": method, "model": str(draft), "num_speculative_tokens": 1}}
         )
@@ -90,9 +89,9 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
     return seen.held
 
 
-def main() -> None:
+def main():
     name, target, output, *drafts = sys.argv[1:]
-    found: dict[str, Any] = {}
+    found = {}
     for draft in drafts:
         try:
             found[draft] = load(name, Path(target), Path(draft), PhaseLog(SCRATCH / "report"))

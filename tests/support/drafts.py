@@ -1,29 +1,26 @@
 """EAGLE draft models with random weights, as trainers save them, for a target of hidden size 128 and 352 tokens."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 HIDDEN, TOKENS, DRAFTED = 128, 352, 64
 # By who saves them so: config.json, what the first layer is called, and which other tensors there are.
-KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+KINDS = {
     name: (kind["config"], kind["layer"], tuple(kind["parts"]))
     for name, kind in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }
 
 
-def tensors_of(kind: str) -> dict[str, Tensor]:
+def tensors_of(kind):
     config, first, parts = KINDS[kind]
     torch.manual_seed(3)
     hidden, drafted = config.get("hidden_size", HIDDEN), config.get("draft_vocab_size", TOKENS)
     eagle3 = "Eagle3" in config["architectures"][0]
     width = 2 * hidden if eagle3 else hidden
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         f"{first}self_attn.q_proj.weight": (64, width),
         f"{first}self_attn.k_proj.weight": (32, width),
         f"{first}self_attn.v_proj.weight": (32, width),
@@ -64,12 +61,12 @@ def tensors_of(kind: str) -> dict[str, Tensor]:
     return found
 
 
-def save_draft(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+def save_draft(path, tensors, config):
     path.mkdir(parents=True)
     save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def made_draft(kind: str, path: Path) -> Path:
+def made_draft(kind, path):
     return save_draft(path, tensors_of(kind), KINDS[kind][0])

@@ -2,11 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from families import CASES
@@ -24,13 +23,12 @@ from transformers import (
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.run import verify
 from support import trained
 
 ALL = frozenset({"engine", "update", "release-resume", "logits"})
 # Marlin needs out features % 64 == 0 and in features % 128 == 0.
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "num_hidden_layers": 6,
@@ -42,9 +40,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 # Of latent attention, with one layer that is dense.
-MLA: dict[str, Any] = {
+MLA = {
     "num_key_value_heads": 4,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -55,12 +53,12 @@ MLA: dict[str, Any] = {
 }
 # The same limits, smaller.
 _SMALLER = {"vocab_size": 320, "num_hidden_layers": 5, "head_dim": 64, "max_position_embeddings": 256}
-FOR_MARLIN: dict[str, Any] = {**SIZES, **EXPERTS, **_SMALLER}
+FOR_MARLIN = {**SIZES, **EXPERTS, **_SMALLER}
 del FOR_MARLIN["tie_word_embeddings"]
 Model = tuple[str, Callable[[], PretrainedConfig]]
 
 
-def for_marlin(experts: int, **more: int) -> dict[str, PretrainedConfig]:
+def for_marlin(experts, **more):
     """Configs of those sizes by family; `more` is of GLM-4.5."""
     glm = {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
     return {
@@ -69,7 +67,7 @@ def for_marlin(experts: int, **more: int) -> dict[str, PretrainedConfig]:
     }
 
 
-def model_of(family: str, config: type[PretrainedConfig], sizes: Mapping[str, Any] = SIZES, **more: Any) -> Model:
+def model_of(family, config, sizes=SIZES, **more):
     """The test model to save, and its config with other sizes."""
     return family, partial(config, **{**sizes, **more})
 
@@ -78,7 +76,7 @@ _TWO_OF_12 = {"head_dim": 64, "num_local_experts": 12, "num_experts_per_tok": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}
 _GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "q_lora_rank": 96, "num_experts_per_tok": 4}
 _WIDTHS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-MODELS: Mapping[str, Model] = {
+MODELS = {
     "dense": model_of("qwen3-untied", Qwen3Config, head_dim=64),
     "moe": model_of("qwen3_moe", Qwen3MoeConfig, **EXPERTS, head_dim=64, num_experts=16),
     "mla": model_of("deepseek_v3", DeepseekV3Config, **EXPERTS | MLA | _GROUPS),
@@ -102,15 +100,15 @@ ATTENTION = r"re:.*\.self_attn\..*"
 ROUTER = r"re:.*\.mlp\.gate$"
 
 
-def saved(name: str, root: Path) -> Path:
+def saved(name, root):
     family, config = MODELS[name]
     save(name, replace(CASES[family], config=config), root / name, torch.bfloat16)
     return root / name
 
 
-def verified(path: Path, against: frozenset[str] = ALL, **sizes: int) -> Report:
+def verified(path, against=ALL, **sizes):
     """Where the variable OUT names a directory, the report is written there too."""
-    report = verify(path, against=against, **sizes)  # type: ignore[arg-type]
+    report = verify(path, against=against, **sizes)
     if out := os.environ.get("OUT"):
         found = report.to_json()
         (Path(out) / f"{path.name}.json").write_text(json.dumps(found, indent=1))
@@ -121,7 +119,7 @@ TRAINED = "smollm2"  # the only one that was trained; tied, of 30 layers
 SYNCED = ("dense", "moe", "mla", "int4", TRAINED)
 
 
-def synced(name: str, root: Path, reader: str) -> Path:
+def synced(name, root, reader):
     """A model whose weights are updated: `int4` is `moe` in INT4 for this engine, `TRAINED` was trained."""
     if name == TRAINED:
         return trained.save(trained.dense(), root / name, "dense")

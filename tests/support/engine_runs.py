@@ -5,7 +5,6 @@ that there is one; what the model asks of a checkpoint, and what it then holds, 
 """
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +15,7 @@ from ckptkit.verify.witnesses.megatron import process as witness_megatron
 
 
 @contextlib.contextmanager
-def told_of_a_gpu() -> Iterator[None]:
+def told_of_a_gpu():
     """As `_default_device` of the model's builder: the CPU, and word of an H100."""
     properties = SimpleNamespace(name="H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     answers = {"is_available": True, "get_device_capability": (9, 0), "get_device_properties": properties}

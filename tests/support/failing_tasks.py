@@ -4,7 +4,6 @@
 """
 
 import sys
-from collections.abc import Sequence
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.ray import outcomes, ray_cluster
@@ -12,12 +11,12 @@ from ckptkit.transfer.ray import outcomes, ray_cluster
 PIECES = [["ends"]] * 8 + [["fails"]] + [["ends"]] * 40
 
 
-def fail_or_end(told: None, piece: Sequence[str]) -> None:
+def fail_or_end(told, piece):
     if piece == ["fails"]:
         raise CkptkitError("a piece that fails", "")
 
 
-def main(address: str, rounds: int) -> None:
+def main(address, rounds):
     from failing_tasks import fail_or_end  # under the name by which a worker finds it
 
     failed, stopped = 0, list[None]()

@@ -2,11 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from support.remote_servers import SilentHandler, serving
@@ -15,7 +12,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def fake_hub(repository: str, root: Path, asked: list[str], sent: Mapping[str, bytes] | None = None) -> Iterator[str]:
+def fake_hub(repository, root, asked, sent=None):
     """The address of a hub whose `repository` (`org/name`) holds the files of `root`.
 
     Appends method and path of each request to `asked`. `sent`: what is sent of a file in place of what is published.
@@ -24,7 +21,7 @@ def fake_hub(repository: str, root: Path, asked: list[str], sent: Mapping[str, b
         yield address
 
 
-def download(repository: str, root: Path, sent: Mapping[str, bytes] | None = None, **where: Path) -> Path:
+def download(repository, root, sent=None, **where):
     """Where huggingface_hub itself puts the files of `root`, to a `cache_dir` or a `local_dir`; without a network."""
     from huggingface_hub import hf_hub_download
 
@@ -34,11 +31,11 @@ def download(repository: str, root: Path, sent: Mapping[str, bytes] | None = Non
     return paths[0].parent
 
 
-def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, bytes]) -> type[BaseHTTPRequestHandler]:
+def _handler(repository, root, asked, sent):
     api, files = f"/api/models/{repository}", f"/{repository}/resolve/"
 
     class Hub(SilentHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self):  # noqa: N802
             path = urlsplit(self.path).path
             asked.append(f"{self.command} {path}")
             if path in (api, f"{api}/revision/main"):
@@ -62,7 +59,7 @@ def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, b
 
         do_HEAD = do_POST = do_GET  # noqa: N815
 
-        def answer_file(self, name: str) -> None:
+        def answer_file(self, name):
             content, tag = sent.get(name, (root / name).read_bytes()), etag(root / name)
             status, headers = 200, {"ETag": f'"{tag}"', "X_Repo_Commit": SHA, "Accept_Ranges": "bytes"}
             if (asked_for := self.headers.get("Range")) is not None:
@@ -72,13 +69,13 @@ def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, b
                 status, content = 206, content[begin : end + 1]
             self.answer(status, content, **headers)
 
-        def answer_json(self, content: Any) -> None:
+        def answer_json(self, content):
             self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
 
     return Hub
 
 
-def etag(path: Path) -> str:
+def etag(path):
     """As the hub has it: of weights, which it stores apart, the SHA-256; of small files what git calls the blob."""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
@@ -86,7 +83,7 @@ def etag(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _entry(root: Path, path: Path) -> dict[str, Any]:
+def _entry(root, path):
     name = str(path.relative_to(root))
     if path.is_dir():
         return {"type": "directory", "path": name, "oid": SHA}

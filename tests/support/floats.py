@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ class Spelling:
     columns: int = 1  # what must divide the columns of a weight
 
 
-def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str], bool] | None = None) -> Path:
+def write(plain, target, spelling, wanted=None):
     """A copy of an HF directory whose projections (or the `wanted` weights) are stored so, and others are listed."""
-    left: list[str] = []
+    left = []
 
-    def store(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    def store(name, tensor):
         module, is_one = name.removesuffix(".weight"), (wanted or _projection)(name)
         fits = is_one and tensor.shape[-1] % spelling.columns == 0
         left.extend([module] if _projection(name) and not fits else [])
         return spelling.store(module, tensor) if fits else {name: tensor}
 
-    def edit(config: dict[str, Any]) -> dict[str, Any]:
+    def edit(config):
         draft = f"model.layers.{config.get('num_hidden_layers')}."  # `model.decoder.` in SGLang
         left.extend([name.replace(draft, "model.decoder.") for name in left if name.startswith(draft)])
         return config | _listing(spelling.config, left)
@@ -52,7 +52,7 @@ def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str],
 _KEYS = {"fp8": "ignored_layers", "mxfp8": "ignored_layers", "quark": "exclude"}
 
 
-def _listing(config: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
+def _listing(config, left):
     found = dict(config)
     for section, usual in (("quantization_config", "ignore"), ("quantization", "exclude_modules")):
         if left and section in found:
@@ -62,11 +62,11 @@ def _listing(config: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _projection(name: str) -> bool:
+def _projection(name):
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name
 
 
-def fp8_block(weight: Tensor, size: int = 128, *, powers: bool = False) -> tuple[Tensor, Tensor]:
+def fp8_block(weight, size=128, *, powers=False):
     """Codes and scales by absmax/448 in float32, rounded up to a power of two where asked."""
     rows, columns = weight.shape
     cut = blocks(weight, size, size)
@@ -77,29 +77,29 @@ def fp8_block(weight: Tensor, size: int = 128, *, powers: bool = False) -> tuple
     return codes.to(torch.float8_e4m3fn), scale[:, 0, :, 0]
 
 
-def deepseek(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def deepseek(module, weight):
     """FP8 in blocks of 128 x 128, or of 16 x 16, in which these small models have more than one."""
     codes, scale = fp8_block(weight, 16)
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}
 
 
-def deepseek_powers(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def deepseek_powers(module, weight):
     codes, scale = fp8_block(weight, 32, powers=True)
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}
 
 
-def exponents(scale: Tensor) -> Tensor:
+def exponents(scale):
     return (torch.log2(scale) + 127).to(torch.uint8)
 
 
-def mx_scale(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+def mx_scale(weight, largest):
     """[rows, groups, 32], and the power of two of each group."""
     groups = weight.float().unflatten(-1, (-1, 32))
     return groups, torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1).clamp(min=1e-30) / largest)))
 
 
-def mxfp8(ending: str) -> Store:
-    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mxfp8(ending):
+    def store(module, weight):
         groups, scale = mx_scale(weight, 448.0)
         codes = (groups / scale.unsqueeze(-1)).flatten(1).to(torch.float8_e4m3fn)
         return {f"{module}.weight": codes, f"{module}.{ending}": exponents(scale)}
@@ -112,14 +112,14 @@ TO_ZERO = torch.arange(16)
 TO_EVEN = torch.cat([torch.arange(0, 16, 2), torch.arange(1, 16, 2)])
 
 
-def nearest(values: Tensor, order: Tensor = TO_ZERO) -> Tensor:
+def nearest(values, order=TO_ZERO):
     """The code of the E2M1 number nearest to each, two in a byte, the even one in the low bits."""
     codes = order[(values.unsqueeze(-1).clamp(-6, 6) - E2M1[order]).abs().argmin(-1)].to(torch.uint8)
     return codes[..., 0::2] + 16 * codes[..., 1::2]
 
 
-def mxfp4(weight_name: str) -> Store:
-    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mxfp4(weight_name):
+    def store(module, weight):
         groups, scale = mx_scale(weight, 6.0)
         codes = nearest((groups / scale.unsqueeze(-1)).flatten(1))
         return {f"{module}.{weight_name}": codes, f"{module}.weight_scale": exponents(scale)}
@@ -133,7 +133,7 @@ V4_QUANTIZED = re.compile(
 )
 
 
-def deepseek_v4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def deepseek_v4(module, weight):
     """Routed experts in MXFP4, everything else in FP8; scales are powers of two in a dtype of their own."""
     if ".ffn.experts." in module:
         stored = mxfp4("weight")(module, weight)
@@ -143,15 +143,15 @@ def deepseek_v4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.scale": exponents(powers).view(torch.float8_e8m0fnu)}
 
 
-def nvfp4(weight: Tensor, whole: float = AMAX / 2688) -> tuple[Tensor, Tensor]:
+def nvfp4(weight, whole=AMAX / 2688):
     """Codes and block scales, for this scale of the tensor."""
     groups = weight.float().unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1) / (6 * whole)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     return nearest((groups / (scale.float() * whole).unsqueeze(-1)).flatten(1), TO_EVEN), scale
 
 
-def modelopt_nvfp4(*, inputs: bool) -> Store:
-    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def modelopt_nvfp4(*, inputs):
+    def store(module, weight):
         codes, scale = nvfp4(weight)
         found = {
             f"{module}.weight": codes,
@@ -163,13 +163,13 @@ def modelopt_nvfp4(*, inputs: bool) -> Store:
     return store
 
 
-def quark_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def quark_nvfp4(module, weight):
     """ModelOpt's, with another name of the inputs' scale. Source: `schemes/quark_nvfp4.py` of vLLM 0.26."""
     stored = modelopt_nvfp4(inputs=True)(module, weight)
     return {name.replace(".input_scale", ".input_scale_2"): part for name, part in stored.items()}
 
 
-def compressed_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def compressed_nvfp4(module, weight):
     divisor = torch.tensor([2688 / AMAX])
     codes, scale = nvfp4(weight, float(1 / divisor))
     return {
@@ -180,18 +180,18 @@ def compressed_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def channel(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def channel(module, weight):
     scale = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
     return {f"{module}.weight": (weight / scale).to(torch.float8_e4m3fn), f"{module}.weight_scale": scale}
 
 
-def modelopt_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def modelopt_fp8(module, weight):
     scale = weight.float().abs().max() / 448
     codes = (weight.float() / scale).to(torch.float8_e4m3fn)
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
 
 
-_STORES: Mapping[str, Store] = {
+_STORES = {
     "fp8": deepseek,
     "fp8-ue8m0": deepseek_powers,
     "fp8-channel": channel,
@@ -207,7 +207,7 @@ _STORES: Mapping[str, Store] = {
 }
 
 
-def _spelling(name: str, config: Any = None, beside: Any = None, columns: int = 1) -> Spelling:
+def _spelling(name, config=None, beside=None, columns=1):
     """One of float_spellings.json, which has the configs as releases have them."""
     return Spelling(_STORES[name], {"quantization_config": config} if config else {}, beside, columns)
 

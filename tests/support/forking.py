@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,19 +35,19 @@ class Forked:
     ending: Path
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         """Also the number of its process group."""
         return int(self._read("pid", 120))
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Its exit code, None while it runs."""
         code = self.ending.with_suffix(".code")
         return int(code.read_text()) if code.exists() else None
 
-    def wait(self, limit_s: float = 600) -> int:
+    def wait(self, limit_s=600):
         return int(self._read("code", limit_s))
 
-    def _read(self, what: str, limit_s: float) -> str:
+    def _read(self, what, limit_s):
         path, deadline = self.ending.with_suffix(f".{what}"), time.monotonic() + limit_s
         while not path.exists():
             if time.monotonic() > deadline:
@@ -58,15 +57,15 @@ class Forked:
 
 
 def started(
-    package: Package,
-    module: object,
-    words: Sequence[object],
-    log: Path,
-    variables: Mapping[str, str],
+    package,
+    module,
+    words,
+    log,
+    variables,
     *,
-    stdout: bool = True,
-    python: str = sys.executable,
-) -> Forked:
+    stdout=True,
+    python=sys.executable,
+):
     """Runs `python -m MODULE WORDS...` with these variables alone, without a GPU. A module may be the path of a script.
 
     It prints into `log`, without `stdout` its errors alone.
@@ -88,7 +87,7 @@ def started(
     return forked
 
 
-def ran(package: Package, log: Path, module: object, *words: object, limit_s: float = 540) -> bool:
+def ran(package, log, module, *words, limit_s=540):
     """Runs `python -m MODULE WORDS...` offline, which prints into `log`. Returns whether it ended well in `limit_s`."""
     forked = started(package, module, words, log, environment(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"))
     try:
@@ -101,7 +100,7 @@ def ran(package: Package, log: Path, module: object, *words: object, limit_s: fl
         forked.wait()
 
 
-def run_module(package: Package, module: object, *words: object) -> str:
+def run_module(package, module, *words):
     """What `python -m MODULE WORDS...` prints, errors too. Raises RuntimeError with it when it fails."""
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -112,14 +111,14 @@ def run_module(package: Package, module: object, *words: object) -> str:
     return printed
 
 
-def run_script(package: Package, code: str, *words: object) -> str:
+def run_script(package, code, *words):
     with TemporaryDirectory() as folder:
         file = Path(folder) / "script.py"
         file.write_text(code)
         return run_module(package, file, *words)
 
 
-def run_in_engine(engine: str, log: Path, module: str, *words: object) -> bool:
+def run_in_engine(engine, log, module, *words):
     """As `ran`, with an engine by its name: SGLang, or vLLM in the Python that has it."""
     if engine == "sglang":
         return ran("sglang", log, module, *words)
@@ -127,7 +126,7 @@ def run_in_engine(engine: str, log: Path, module: str, *words: object) -> bool:
 
 
 @cache
-def _server(package: Package) -> tuple[subprocess.Popen[str], Path]:
+def _server(package):
     """The server of this process, which ends with it, and where the ends of what it forks are told."""
     from ckptkit.verify.witnesses.sglang.adapter import WITHOUT_GPU  # what SGLang reads while it is imported
 
@@ -140,7 +139,7 @@ def _server(package: Package) -> tuple[subprocess.Popen[str], Path]:
         text=True,
     )
 
-    def close() -> None:
+    def close():
         assert process.stdin is not None
         process.stdin.close()
         process.wait(60)
@@ -152,13 +151,13 @@ def _server(package: Package) -> tuple[subprocess.Popen[str], Path]:
 # What follows runs in the server.
 
 
-def _write(path: Path, number: int) -> None:
+def _write(path, number):
     part = path.with_name(f"{path.name}.part")
     part.write_text(str(number))
     part.rename(path)
 
 
-def _become(order: Mapping[str, object]) -> None:
+def _become(order):
     import faulthandler
     import runpy
 
@@ -169,17 +168,17 @@ def _become(order: Mapping[str, object]) -> None:
         for stream in (sys.stdout, sys.stderr) if order["stdout"] else (sys.stderr,):
             os.dup2(output.fileno(), stream.fileno())
     os.environ.clear()
-    os.environ.update(order["variables"])  # type: ignore[call-overload]
+    os.environ.update(order["variables"])
     faulthandler.register(DUMP, file=2, all_threads=True)
     module = str(order["module"])
-    sys.argv = [module, *order["words"]]  # type: ignore[misc]
+    sys.argv = [module, *order["words"]]
     if module.endswith(".py"):
         runpy.run_path(module, run_name="__main__")
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _fork(order: Mapping[str, object]) -> None:
+def _fork(order):
     """Forks a process that forks it, waits for it and tells its end, so that the server need not."""
     if os.fork():
         return
@@ -193,7 +192,7 @@ def _fork(order: Mapping[str, object]) -> None:
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a process
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -204,13 +203,13 @@ def _fork(order: Mapping[str, object]) -> None:
     os._exit(0)
 
 
-def _reap() -> None:
+def _reap():
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _import_sglang() -> None:
+def _import_sglang():
     from unittest import mock
 
     import torch
@@ -225,11 +224,11 @@ def _import_sglang() -> None:
         import sglang.srt.models.registry  # noqa: F401 - which imports the class of every model
 
 
-def _import_megatron() -> None:
+def _import_megatron():
     import ckptkit.verify.witnesses.megatron.process  # noqa: F401
 
 
-def main() -> None:
+def main():
     import gc
 
     {"sglang": _import_sglang, "megatron": _import_megatron}[sys.argv[1]]()

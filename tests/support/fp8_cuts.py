@@ -6,12 +6,11 @@ refuses to build. Layers are made on the meta device, by the classes that the en
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,7 +20,7 @@ REFUSAL = "is not divisible by weight quantization block"
 Layers = Mapping[str, Callable[[], object]]
 
 
-def refused(layers: Layers) -> list[str]:
+def refused(layers):
     """The names of the layers whose making ends in the engine's word on blocks."""
     names = []
     for name, make in layers.items():
@@ -35,18 +34,18 @@ def refused(layers: Layers) -> list[str]:
     return names
 
 
-def layers_of(case: Mapping[str, Any], module: Any, config: Any, share: Callable[[int], Mapping[str, Any]]) -> Layers:
+def layers_of(case, module, config, share):
     """The layers of a model with these sizes; `share` gives the keywords of a layer that so many ranks share."""
     dims, ranks = case["dims"], case["ranks"]
     attention = share(case["attention"])
 
-    def column(rows: int) -> Callable[[], object]:
+    def column(rows):
         return lambda: module.ColumnParallelLinear(HIDDEN, rows, bias=False, quant_config=config, **attention)
 
-    def row(columns: int, given: Mapping[str, Any]) -> Callable[[], object]:
+    def row(columns, given):
         return lambda: module.RowParallelLinear(columns, HIDDEN, bias=False, quant_config=config, **given)
 
-    made: dict[str, Callable[[], object]] = {
+    made = {
         "gate_up_proj": lambda: module.MergedColumnParallelLinear(
             HIDDEN, [dims["ffn"]] * 2, bias=False, quant_config=config, **share(ranks)
         ),
@@ -65,7 +64,7 @@ def layers_of(case: Mapping[str, Any], module: Any, config: Any, share: Callable
     return made
 
 
-def expert_weights(method: Any, size: int) -> None:
+def expert_weights(method, size):
     """Lets an engine's method for experts make the weights of a rank."""
     layer = torch.nn.Module()
     method.create_weights(
@@ -78,7 +77,7 @@ def expert_weights(method: Any, size: int) -> None:
     )
 
 
-def sglang(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
+def sglang(cases):
     from sglang.srt.layers import linear
     from sglang.srt.layers.quantization import fp8
     from sglang.srt.runtime_context import get_parallel
@@ -99,18 +98,18 @@ def sglang(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
                 yield refused(made)
 
 
-def validating(base: type, validate: Callable[..., None]) -> Any:
+def validating(base, validate):
     """A method of Linear layers that asks the engine's own function as its methods of FP8 do."""
 
-    class Method(base):  # type: ignore[misc]
-        def create_weights(self, layer: Any, **given: Any) -> None:
+    class Method(base):
+        def create_weights(self, layer, **given):
             names = ("input_size", "output_size", "input_size_per_partition", "output_partition_sizes")
             validate(layer, *(given[name] for name in names), BLOCK)
 
     return Method()
 
 
-def vllm(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
+def vllm(cases):
     from ckptkit.verify.witnesses.vllm import platform
 
     platform.choose_platform(Path(sys.argv[2]).parent)
@@ -136,7 +135,7 @@ def vllm(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _world(ranks: int, *modules: Any) -> Iterator[None]:
+def _world(ranks, *modules):
     """vLLM's modules in rank 0 of so many tensor parallel ranks."""
     answers = {"get_tensor_model_parallel_world_size": ranks, "get_tensor_model_parallel_rank": 0}
     with ExitStack() as stack:

@@ -5,18 +5,15 @@ Written by hand from megatron-core `transformer/fsdp_dtensor_checkpoint.py`: Meg
 
 import re
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as dcp_save
 
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 
 
-def _module_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _module_names(name, tensor):
     """A tensor of torch_dist under the names of modules, gate and up apart (`handle_swiglu_in_state_dict`)."""
     name = re.sub(r"experts\.experts\.(\d+)\.(linear_fc\d)\.weight", r"experts.\2.weight\1", name)
     if ".linear_fc1.weight" not in name:
@@ -25,7 +22,7 @@ def _module_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"module.{name}_w": gate.clone(), f"module.{name}_v": up.clone()}
 
 
-def save_fsdp(source: Path, root: Path, also: Mapping[str, Tensor] | None = None) -> None:
+def save_fsdp(source, root, also=None):
     """Saves what `source` (`release/`) holds into `root`, with moments of every parameter and the stored arguments.
 
     `also`: more tensors of the model, by names of modules.

@@ -3,21 +3,19 @@
 import json
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 LIST = Path(__file__).parents[1] / "ckptkit/formats/gadgets.txt"
 _OWN = frozenset({"object.__getattr__", "object.__setattr__", "object.__delattr__"})
 
 
-def names() -> list[tuple[str, str]]:
+def names():
     """Module and name of every gadget; for a module that is dangerous as a whole, a name that stands for any."""
     lines = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
     return [(module, "run" if name == "*" else name) for module, name in map(str.split, lines)]
 
 
-def pickles(module: str, name: str) -> Iterator[tuple[str, bytes]]:
+def pickles(module, name):
     """A gadget in every form in which a pickle can call it or set its state, and how the form is called."""
     argument = b"X" + (5).to_bytes(4, "little") + b"print"
     old = b"c" + f"{module}\n{name}\n".encode()
@@ -31,15 +29,15 @@ def pickles(module: str, name: str) -> Iterator[tuple[str, bytes]]:
     yield "INST", b"\x80\x04(" + argument + b"i" + f"{module}\n{name}\n".encode() + b"."
 
 
-def main() -> None:
+def main():
     """Prints as JSON: how many were read and refused, events of Python's audit, modules imported, odd values."""
     from ckptkit.formats.torch_save import unpickle
     from ckptkit.formats.torch_save.records import Record
 
-    events: list[str] = []
+    events = []
     watched = [False]
 
-    def audit(event: str, _: tuple[Any, ...]) -> None:
+    def audit(event, _):
         if watched[0] and event not in _OWN:
             events.append(event)
 

@@ -7,13 +7,12 @@ In the file blank lines part the rules. A rule is its name and its forms, one a 
 import functools
 import random
 import re
-from pathlib import Path
 
 _SLOT = re.compile(r"<([a-z]+)>")
 _LONG = 900  # characters, past which nothing that nests is added: deep texts have no end
 
 
-def text_of(grammar: Path, number: int, shallow: dict[str, str]) -> str:
+def text_of(grammar, number, shallow):
     """The text of this number, by the first rule of the file. `shallow`: what rules become in a text that is long."""
     rules = _rules(grammar)
     chance = random.Random(number)
@@ -27,6 +26,6 @@ def text_of(grammar: Path, number: int, shallow: dict[str, str]) -> str:
 
 
 @functools.cache
-def _rules(grammar: Path) -> dict[str, list[str]]:
+def _rules(grammar):
     parts = (part.partition("\n") for part in grammar.read_text().strip("\n").split("\n\n"))
     return {name: forms.split("\n") for name, _, forms in parts} | {"none": [""], "break": ["\n"]}

@@ -11,10 +11,8 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel si
 Found = dict[str, dict[str, list[dict[str, str]]]]
 
 
-def run(hf: Path, megatron: Path, out: Path) -> Found:
+def run(hf, megatron, out):
     """By layout and case: what each rank said, and what it raised, "" where nothing."""
     out.mkdir()
     ended_well = ran("megatron", out / "log", "support.hooked_job", hf, megatron, out)
@@ -38,7 +36,7 @@ def run(hf: Path, megatron: Path, out: Path) -> Found:
 # What follows runs in that process.
 
 
-def _wrapped(core: Any) -> Any:
+def _wrapped(core):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -48,7 +46,7 @@ def _wrapped(core: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _planted(*changes: tuple[Tensor, Tensor]) -> Iterator[None]:
+def _planted(*changes):
     """While this lasts, each first tensor holds the second."""
     kept = [(held, held.clone()) for held, _ in changes]
     for held, value in [(held, value.clone()) for held, value in changes]:
@@ -58,7 +56,7 @@ def _planted(*changes: tuple[Tensor, Tensor]) -> Iterator[None]:
         held.copy_(value)
 
 
-def _called(function: Callable[..., None], *arguments: Any) -> dict[str, str]:
+def _called(function, *arguments):
     said = io.StringIO()
     raised = ""
     with contextlib.redirect_stderr(said):
@@ -69,10 +67,10 @@ def _called(function: Callable[..., None], *arguments: Any) -> dict[str, str]:
     return {"said": said.getvalue(), "raised": raised}
 
 
-def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def _cases(args, core, model, rank, hf):
     from ckptkit import hooks
 
-    def again(**changes: Any) -> Namespace:
+    def again(**changes):
         return Namespace(**{**vars(args), "ckptkit_compared": [], **changes})
 
     yield "after_init", _called(hooks.after_init, args)
@@ -109,7 +107,7 @@ def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) ->
     del os.environ["CKPTKIT_COMPARED_PARAMETERS"]
 
 
-def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
+def _rank(hf, megatron, out, rank):
     from megatron.core import parallel_state
 
     from ckptkit.converters.megatron.arguments import megatron_args
@@ -120,7 +118,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     from ckptkit.verify.witnesses.megatron.process import load_chunks
 
     dims = dims_of(HfCheckpoint(hf).config)
-    found: dict[str, dict[str, dict[str, str]]] = {}
+    found = {}
     for layout, (tp, ep) in LAYOUTS.items():
         sizes = ParallelSizes(tp, 1, ep, 1 if ep > 1 else tp)
         if not torch.distributed.is_initialized():
@@ -137,7 +135,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
+def main():
     import ckptkit.verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
 
     hf, megatron, out = map(Path, sys.argv[1:])

@@ -1,7 +1,6 @@
 """Overrides made by `hydra_grammar.txt`, and how the settings that we read compare with those that Hydra composes."""
 
 from pathlib import Path
-from typing import Any
 
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.overrides import apply_overrides, hydra_value
@@ -21,11 +20,11 @@ t: true
 ENVIRONMENT = {"HOME": "/home/me"}
 
 
-def overrides(number: int) -> list[str]:
+def overrides(number):
     return text_of(Path(__file__).with_suffix(".txt"), number, {"value": "x"}).split(" ;; ")
 
 
-def compared(words: list[str], composed: dict[str, Any] | str) -> str:
+def compared(words, composed):
     """`equal`, `unresolved`, `refused` or `differ: ...`; `composed` is what Hydra has by dotted key, or its error."""
     tree = parse_yaml(FILE)
     assert isinstance(tree, dict)
@@ -33,7 +32,7 @@ def compared(words: list[str], composed: dict[str, Any] | str) -> str:
     if groups:
         return "unresolved"
     config = Config(found, ENVIRONMENT)
-    ours: dict[str, Any] = {}
+    ours = {}
     try:
         for key in config.names():
             value = config.find(key)
@@ -53,7 +52,7 @@ def compared(words: list[str], composed: dict[str, Any] | str) -> str:
     return f"differ: Hydra, ours: { {key: both for key, both in more.items() if both[0] != both[1]} }"
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
+def _flat(value, key):
     if isinstance(value, Word):
         if "${" in value.text:
             raise UnresolvedError("an interpolation that is found by another one, which its own key resolves")
@@ -62,7 +61,7 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
     return {name: one for inner, below in pairs for name, one in _flat(below, f"{key}.{inner}").items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value):
     text = "null" if value is None else str(value)
     if text.lower() in ("true", "false", "null"):
         return text.lower()

@@ -2,16 +2,13 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from releases.header_only import write
 from releases.record import load
 
-from ckptkit.verify.core.report import Report
-from ckptkit.verify.launch.arguments import LaunchArguments, launch_arguments
+from ckptkit.verify.launch.arguments import launch_arguments
 from ckptkit.verify.launch.options.arguments import parse_arguments
 from ckptkit.verify.launch.words import Word
 
@@ -35,13 +32,13 @@ FAMILIES = {
 }
 
 
-def arguments_of(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:
+def arguments_of(words, environment=None):
     """What texts say of the parallel sizes of a launch."""
     found = [Word(word) for word in words]
     return launch_arguments(parse_arguments(found), found, environment)
 
 
-def write_launch(folder: Path, name: str, root: Path, template: str = RAY, change: Callable[[str], str] = str) -> Path:
+def write_launch(folder, name, root, template=RAY, change=str):
     """Writes `run.sh` and `models/NAME.sh` of a family into a folder; `change` edits either text. Returns `run.sh`."""
     family = FAMILIES[name]
     (folder / "models").mkdir(parents=True, exist_ok=True)
@@ -53,19 +50,17 @@ def write_launch(folder: Path, name: str, root: Path, template: str = RAY, chang
     return script
 
 
-def write_config(folder: Path, name: str) -> Path:
+def write_config(folder, name):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(load(FAMILIES[name].release).config))
     return folder
 
 
-def write_headers(folder: Path, name: str) -> Path:
+def write_headers(folder, name):
     return write(load(FAMILIES[name].release), folder)
 
 
-def quantized_launch(
-    folder: Path, name: str, quantization: Mapping[str, Any] | None, change: Callable[[str], str] = str
-) -> Path:
+def quantized_launch(folder, name, quantization, change=str):
     """The `run.sh` of a launch whose engine serves the family's release, quantized so, and no weights."""
     root = write_config(folder / "hf", name)
     config = json.loads((root / "config.json").read_text())
@@ -74,9 +69,9 @@ def quantized_launch(
     return write_launch(folder, name, root, change=change)
 
 
-def loads(report: Report) -> list[str]:
+def loads(report):
     return list(report.facts["what would be loaded"])
 
 
-def passes(report: Report) -> bool:
+def passes(report):
     return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])

@@ -1,8 +1,6 @@
 """Looks into and changes what real Megatron saved in its legacy format, one file a rank."""
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +10,18 @@ State = dict[str, Any]
 FILE = "model_optim_rng.pt"
 
 
-def rank_files(root: Path) -> dict[str, Path]:
+def rank_files(root):
     return {path.parent.name: path for path in sorted(root.rglob(FILE))}
 
 
-def loaded(path: Path) -> State:
+def loaded(path):
     """What a rank saved. Its classes are Megatron's, whose import may warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return dict(torch.load(path, weights_only=False))
 
 
-def rewrite(root: Path, change: Callable[[State], None], *names: str) -> None:
+def rewrite(root, change, *names):
     for name, path in rank_files(root).items():
         if not names or name in names:
             state = loaded(path)

@@ -6,11 +6,9 @@ OUT/FAULT gets the report of each fault that touches the model, and OUT/none tha
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-
-from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.witnesses.live import process
@@ -19,7 +17,7 @@ from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from support import models
 from support.processes import run_logged
-from support.sync_faults import FAULTS, Fault, Pair, faults_of
+from support.sync_faults import FAULTS, Pair, faults_of
 from support.vllm_logits import SETTINGS
 
 NONE = "none"
@@ -31,9 +29,7 @@ ADAPTERS = {
 Buckets = Callable[[HfCheckpoint], Iterator[list[Pair]]]
 
 
-def reports(
-    root: Path, path: Path, engine: str = "vllm", *, program: str = sys.executable, gpu: bool = False
-) -> dict[str, EngineReport]:
+def reports(root, path, engine="vllm", *, program=sys.executable, gpu=False):
     """The report of each fault, by the engine in the Python `program`."""
     words = (engine, root, path)
     ended = run_logged(root / "log", "support.live_faults", *words, gpu=gpu, limit_s=1200, program=program)
@@ -41,7 +37,7 @@ def reports(
     return {fault: load_record(EngineReport, root / fault) for fault in (NONE, *faults_of(models.tensors(path)))}
 
 
-def mistakes(found: Mapping[str, EngineReport]) -> list[str]:
+def mistakes(found):
     """The faults that are not named in the first two updates, which are by tensor, or that later ones keep."""
     wrong = []
     for fault, report in found.items():
@@ -56,11 +52,11 @@ def mistakes(found: Mapping[str, EngineReport]) -> list[str]:
     return wrong
 
 
-def planted(whole: Buckets, fault: Fault | None) -> Buckets:
+def planted(whole, fault):
     """The buckets of two updates, of which the second has the fault, and where not `again` the first too."""
     updates = iter(range(99))
 
-    def buckets(checkpoint: HfCheckpoint) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(checkpoint):
         spoilt = fault is not None and next(updates) >= fault.again
         for bucket in whole(checkpoint):
             changed = [fault.change(*pair) if fault and spoilt else pair for pair in bucket]
@@ -69,11 +65,11 @@ def planted(whole: Buckets, fault: Fault | None) -> Buckets:
     return buckets
 
 
-def main() -> None:
+def main():
     os.environ.update(SETTINGS)
     engine, root, path = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if engine == "vllm":
-        sys.modules["deep_gemm"] = None  # type: ignore[assignment]
+        sys.modules["deep_gemm"] = None
         import vllm.model_executor.models.registry as registry
 
         registry._run_in_subprocess = lambda function: function()

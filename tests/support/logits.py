@@ -1,22 +1,17 @@
 """What transformers computes of small models, for comparison with an engine's own forward pass."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from families import HF_CASES
-from families.case import Case, save, tokens
-from torch import Tensor
-from transformers import PretrainedConfig
+from families.case import save, tokens
 
 
-def sized(name: str, sizes: Mapping[str, Any]) -> Case:
+def sized(name, sizes):
     """The test model, with other sizes in the config of its text model: those that an engine's kernels take."""
     case = HF_CASES[name]
 
-    def config() -> PretrainedConfig:
+    def config():
         found = case.config()
         text = getattr(found, "text_config", found)
         for key, size in sizes.items():
@@ -26,7 +21,7 @@ def sized(name: str, sizes: Mapping[str, Any]) -> Case:
     return replace(case, config=config)
 
 
-def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tuple[Tensor, Tensor]:
+def saved_with_logits(name, case, path, length=16):
     """Saves the model in bfloat16. Its logits in float32 and in bfloat16, [2, 16, vocabulary].
 
     They are those of the last 16 of so many tokens.
@@ -37,16 +32,16 @@ def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tu
         return case.reference(model.float(), tokens(length))[:, -16:].float(), rounded
 
 
-def distance(logits: Tensor, exact: Tensor) -> Tensor:
+def distance(logits, exact):
     return (logits[..., : exact.shape[-1]] - exact).abs().mean()
 
 
-def summary(rows: Mapping[str, tuple[Tensor | str, Tensor, Tensor]]) -> dict[str, object]:
+def summary(rows):
     """Mean and largest difference of an engine and of transformers in bfloat16 from float32, and the spread.
 
     A row is what the engine computed, or its last words, and transformers' logits in float32 and in bfloat16.
     """
-    found: dict[str, object] = {}
+    found = {}
     for name, (answer, exact, rounded) in rows.items():
         if isinstance(answer, str):
             found[name] = answer[-600:]

@@ -6,7 +6,6 @@ modules of `ckptkit.verify.witnesses.megatron.variants` that only hold parameter
 
 import math
 import sys
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,22 +16,20 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 from torch.nn import functional
 
-from ckptkit.converters.config.dims import ModelDims
 from ckptkit.verify.witnesses.megatron import model as megatron_model
 from ckptkit.verify.witnesses.megatron.variants import attention, norms, recurrent
 from ckptkit.verify.witnesses.megatron.variants.attention import ROTARY_FIRST
 from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear
 
 
-def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:
+def rms_norm(tensor, factor, eps):
     wide = tensor.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).type_as(tensor)
 
 
-def hadamard(tensor: Tensor) -> Tensor:
+def hadamard(tensor):
     """The normalized Walsh-Hadamard transform of the last axis (a power of two), as `rotate_activation` computes it."""
     size, step = tensor.shape[-1], 1
     result = tensor
@@ -43,7 +40,7 @@ def hadamard(tensor: Tensor) -> Tensor:
     return result.reshape(tensor.shape) / math.sqrt(size)
 
 
-def scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, chunk_size: int, **more: Any) -> Tensor:
+def scan(x, dt, rates, b, c, chunk_size, **more):
     """`mamba_chunk_scan_combined` of mamba_ssm as the recurrence that it stands for, token by token, in float32.
 
     x [batch, sequence, heads, head_dim], dt [batch, sequence, heads], rates (A) [heads], b and c [batch, sequence,
@@ -59,17 +56,17 @@ def scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, chunk_size:
     step = functional.softplus(dt.float() + bias.float())
     inputs, outputs = (part.float().repeat_interleave(heads // part.shape[2], dim=2) for part in (b, c))
     state = torch.zeros(x.shape[0], heads, x.shape[3], b.shape[3], device=x.device)
-    found: list[Tensor] = []
+    found = []
     for place in range(x.shape[1]):
         now = step[:, place]
         taken = (now[..., None] * x[:, place].float())[..., None] * inputs[:, place, :, None]
         state = state * torch.exp(now * rates)[..., None, None] + taken
         found.append((state * outputs[:, place, :, None]).sum(-1))
-    result: Tensor = torch.stack(found, dim=1) + skip.float()[:, None] * x.float()
+    result = torch.stack(found, dim=1) + skip.float()[:, None] * x.float()
     return result.type_as(x)
 
 
-def _norm_over_heads(self: Any, tensor: Tensor) -> Tensor:
+def _norm_over_heads(self, tensor):
     """Of [sequence, batch, heads of this rank, head size], over the last two axes of all ranks."""
     square = tensor.float().square().sum((-2, -1), keepdim=True)
     torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
@@ -77,7 +74,7 @@ def _norm_over_heads(self: Any, tensor: Tensor) -> Tensor:
     return self.weight.view(tensor.shape[-2:]) * scaled.to(self.weight.dtype)
 
 
-def _gated_norm(self: Any, tensor: Tensor, gate: Tensor) -> Tensor:
+def _gated_norm(self, tensor, gate):
     """Root mean square norm of x silu(z), over each group of features, times its weight."""
     gated = tensor.float() * functional.silu(gate.float())
     grouped = gated.reshape(*gated.shape[:-1], -1, self.group_size)
@@ -85,13 +82,13 @@ def _gated_norm(self: Any, tensor: Tensor, gate: Tensor) -> Tensor:
     return normed.flatten(-2).type_as(tensor)
 
 
-def _normed_column(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _normed_column(self, tensor, *args, **kwargs):
     offset = int(self.config.layernorm_zero_centered_gamma)
     normed = rms_norm(tensor, offset + self.layer_norm_weight.float(), self.config.layernorm_epsilon)
     return ColumnParallelLinear.forward(self, normed, *args, **kwargs)
 
 
-def _l2norm(tensor: Tensor) -> Tensor:
+def _l2norm(tensor):
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -100,36 +97,35 @@ class _ComputedSandwichLayer(norms.SandwichLayer):
 
     forward = TransformerLayer.forward
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _after(norm: torch.nn.Module, add: Any) -> Any:
-    def build(training: bool, fused: bool) -> Any:
-        def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            result: Tensor = add(training, fused)((norm(output[0]), output[1]), residual, dropout)
-            return result
+def _after(norm, add):
+    def build(training, fused):
+        def run(output, residual, dropout):
+            return add(training, fused)((norm(output[0]), output[1]), residual, dropout)
 
         return run
 
     return build
 
 
-def _computed_linear(base: type, norm: Any, build: Any = norms._normed_linear) -> type:
-    class Computed(build(base, norm)):  # type: ignore[misc]
-        def forward(self, tensor: Tensor) -> Any:
-            output, bias = base.forward(self, tensor)  # type: ignore[attr-defined]
+def _computed_linear(base, norm, build=norms._normed_linear):
+    class Computed(build(base, norm)):
+        def forward(self, tensor):
+            output, bias = base.forward(self, tensor)
             return self.post_layernorm(output), bias
 
     return Computed
 
 
-class _TwoRopeAttention(SelfAttention):  # type: ignore[misc]
+class _TwoRopeAttention(SelfAttention):
     """Megatron's attention, with the rotary embedding of its layer in the place of the model's."""
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int, *args: Any, dims: ModelDims, **more: Any):
+    def __init__(self, config, submodules, layer_number, *args, dims, **more):
         super().__init__(config, submodules, layer_number, *args, **more)
         local = layer_number - 1 in dims.window_layers
         self.rope = RotaryEmbedding(
@@ -140,13 +136,13 @@ class _TwoRopeAttention(SelfAttention):  # type: ignore[misc]
             use_cpu_initialization=config.use_cpu_initialization,
         )
 
-    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+    def forward(self, *args, rotary_pos_emb, **kwargs):
         return super().forward(*args, rotary_pos_emb=self.rope(rotary_pos_emb.shape[0]), **kwargs)
 
 
-def _settings(dims: ModelDims) -> dict[str, Any]:
+def _settings(dims):
     # "Deterministic" selects Megatron's own recurrence of a gated delta net.
-    found: dict[str, Any] = {"deterministic_mode": True} if dims.linear is not None else {}
+    found = {"deterministic_mode": True} if dims.linear is not None else {}
     if dims.activation == "gelu_pytorch_tanh":
         found |= {
             "activation_func": lambda tensor: functional.gelu(tensor, approximate="tanh"),
@@ -155,7 +151,7 @@ def _settings(dims: ModelDims) -> dict[str, Any]:
     return found
 
 
-def _adapt(dims: ModelDims, config: Any, spec: Any, transformer_engine: bool) -> None:
+def _adapt(dims, config, spec, transformer_engine):
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
         if dims.local_rope_theta is not None:
@@ -165,7 +161,7 @@ def _adapt(dims: ModelDims, config: Any, spec: Any, transformer_engine: bool) ->
             indexer.module, indexer.params = RotaryFirstIndexer, {"interleaved": dims.indexer.rope_interleaved}
 
 
-def _finish(dims: ModelDims, chunk: Any) -> None:
+def _finish(dims, chunk):
     if dims.embedding_scale is None or not chunk.pre_process:
         return
     scale = torch.tensor(dims.embedding_scale)
@@ -173,29 +169,29 @@ def _finish(dims: ModelDims, chunk: Any) -> None:
     chunk.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output.dtype))
 
 
-class RotaryFirstIndexer(dsa.DSAIndexer):  # type: ignore[misc]
+class RotaryFirstIndexer(dsa.DSAIndexer):
     """Megatron's indexer before 0.19, rotating the dimensions that the release means, which the unchanged one does not.
 
     So `verify` does not ask it (lab/mappings.md).
     """
 
-    def __init__(self, *args: Any, interleaved: bool, **kwargs: Any) -> None:
+    def __init__(self, *args, interleaved, **kwargs):
         super().__init__(*args, **kwargs)
         self._interleaved = interleaved
 
-    def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float, **ignored: Any) -> Tensor:
+    def _apply_rope(self, x, rotary_pos_emb, mscale, **ignored):
         turned, rest = x[..., : self.qk_pos_emb_head_dim], x[..., self.qk_pos_emb_head_dim :]
         # The order of the last three arguments is (halves or pairs within, pairs first, scale).
         turned = rope_utils._apply_rotary_pos_emb_bshd(turned, rotary_pos_emb, False, self._interleaved, mscale)
         return torch.cat([turned, rest], dim=-1)
 
 
-def compute_layers() -> None:
+def compute_layers():
     """For the process: models that `build_chunks` makes compute."""
     dsa.rotate_activation = hadamard
     vars(sys.modules[MambaMixer.__module__])["mamba_chunk_scan_combined"] = scan
-    recurrent._DELTA_NET.l2norm = _l2norm  # type: ignore[attr-defined]
-    forward: dict[Any, Any] = {
+    recurrent._DELTA_NET.l2norm = _l2norm
+    forward = {
         attention.NormOverHeads: _norm_over_heads,
         recurrent.NormedColumnParallelLinear: _normed_column,
         recurrent.GatedNorm: _gated_norm,
@@ -204,5 +200,5 @@ def compute_layers() -> None:
     }
     for module, function in forward.items():
         module.forward = function
-    norms.SandwichLayer, norms._normed_linear = _ComputedSandwichLayer, _computed_linear  # type: ignore[misc]
+    norms.SandwichLayer, norms._normed_linear = _ComputedSandwichLayer, _computed_linear
     megatron_model.VARIANTS = (*megatron_model.VARIANTS, Variant(_settings, _adapt, _finish))

@@ -21,13 +21,13 @@ class Case:
     tensors: Mapping[str, Tensor]
 
 
-def in_megatron(path: Path) -> dict[str, Tensor]:
+def in_megatron(path):
     """Every tensor of an HF directory as the rules map it."""
     view = to_megatron(HfCheckpoint(path), str(path))
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
-def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
+def logits_of(cases, tokens):
     """Logits [batch, sequence, vocabulary] that Megatron computes for each case, in one process, float32."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -39,7 +39,7 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
 # What follows runs in that process.
 
 
-def _run_logits(scratch: Path) -> None:
+def _run_logits(scratch):
     from ckptkit.converters.megatron.parallel import ParallelSizes
     from ckptkit.converters.planner import dims_of
     from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, logits
@@ -58,7 +58,7 @@ def _run_logits(scratch: Path) -> None:
     torch.save(found, scratch / "out.pt")
 
 
-def _assign(model: Any, case: Case, experts: int) -> None:
+def _assign(model, case, experts):
     from ckptkit.converters.megatron.module_names import global_name
     from ckptkit.converters.planner import rules_of
     from ckptkit.verify.witnesses.megatron.process import held_by
@@ -71,7 +71,7 @@ def _assign(model: Any, case: Case, experts: int) -> None:
         held[: whole.shape[0]].copy_(whole)
 
 
-def main() -> None:
+def main():
     _run_logits(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()
 

@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -51,13 +51,13 @@ class Save:
 
 
 # What the tests read: by label the name of a release, and how it is saved.
-SAVES: dict[str, tuple[str, dict[str, Any]]] = {
+SAVES = {
     label: (how.pop("model"), how | {"sizes": ParallelSizes(**how["sizes"])})
     for label, how in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
 
 
-def save_with_megatron(saves: Sequence[Save], world: int) -> None:
+def save_with_megatron(saves, world):
     """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
@@ -67,14 +67,14 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
 # What follows runs in a process of its own, which becomes that of all the ranks.
 
 
-def main() -> None:
+def main():
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noqa: F401
 
     sys.exit(not fork_ranks(world, partial(_rank, folder, world)))
 
 
-def _rank(folder: Path, world: int, rank: int) -> None:
+def _rank(folder, world, rank):
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -102,7 +102,7 @@ def _rank(folder: Path, world: int, rank: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _save(save: Save, rank: int) -> None:
+def _save(save, rank):
     from ckptkit.converters.planner import dims_of
     from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks
     from ckptkit.verify.witnesses.megatron.process import load_chunks
@@ -127,7 +127,7 @@ def _save(save: Save, rank: int) -> None:
     written(save, chunks, state, path)
 
 
-def _args(save: Save, dims: Any) -> Any:
+def _args(save, dims):
     """The training arguments, as Megatron-LM has them in memory when it saves."""
     from argparse import Namespace
 
@@ -153,17 +153,17 @@ def _args(save: Save, dims: Any) -> Any:
     )
 
 
-def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+def _named(chunks):
     return {f"model{index}" if len(chunks) > 1 else "model": chunk for index, chunk in enumerate(chunks)}
 
 
-def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+def _save_torch_dist(save, chunks, state, path):
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    metadata: dict[str, Any] = {"singleton_local_shards": save.singleton}
+    metadata = {"singleton_local_shards": save.singleton}
     if save.optimizer:
         metadata |= {"distrib_optim_sharding_type": save.optimizer, "chained_optim_avoid_prefix": True}
         wrappers = [_wrapped(chunk, save.bucket_size) for chunk in chunks]
@@ -191,16 +191,16 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     dist_checkpointing.save(state, str(path), strategy, validate_access_integrity=False, content_metadata=metadata)
 
 
-def _optimizer(model: Any, distributed: bool = True) -> Any:
+def _optimizer(model, distributed=True):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     own = torch.Tensor.type
 
-    def kind(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def kind(self, *args, **kwargs):
         """The optimizer takes only parameters of `torch.cuda` types."""
         return own(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{own(self).rpartition('.')[2]}"
 
-    torch.Tensor.type = kind  # type: ignore[assignment,method-assign]
+    torch.Tensor.type = kind
     config = OptimizerConfig(
         optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=distributed, params_dtype=torch.bfloat16
     )
@@ -219,13 +219,13 @@ def _optimizer(model: Any, distributed: bool = True) -> Any:
     return optimizer
 
 
-def _cpu_for_cuda() -> Any:
+def _cpu_for_cuda():
     from ckptkit.verify.witnesses.megatron.model import OnCpu
 
     return OnCpu()
 
 
-def _wrapped(chunk: Any, bucket_size: int | None) -> Any:
+def _wrapped(chunk, bucket_size):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(
@@ -234,7 +234,7 @@ def _wrapped(chunk: Any, bucket_size: int | None) -> Any:
     return DistributedDataParallel(chunk.config, config, chunk)
 
 
-def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
+def _moments(save, model):
     """A first moment of zeros. Mixture-of-experts models have one optimizer for the experts and one for the rest."""
     prefix = "chained_1.optimizer" if save.config.get("model_type") != "qwen2" else "optimizer"
     moments = {
@@ -246,7 +246,7 @@ def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
 
 
-def _moment(sharded: Any, prefix: str) -> Any:
+def _moment(sharded, prefix):
     """The first moment of a parameter as Megatron's optimizer saves it; nothing for what is not a parameter."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -256,7 +256,7 @@ def _moment(sharded: Any, prefix: str) -> Any:
     return make_sharded_optimizer_tensor(sharded, torch.zeros_like(sharded.data, dtype=torch.float32), prefix)
 
 
-def _save_torch_dcp(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+def _save_torch_dcp(save, chunks, state, path):
     """Megatron's own wrapper and optimizer, and what `generate_state_dict` and `save_checkpoint` do with them."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
@@ -276,7 +276,7 @@ def _save_torch_dcp(save: Save, chunks: Sequence[Any], state: dict[str, Any], pa
     dcp_save(state, storage_writer=FileSystemWriter(path))
 
 
-def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+def _save_legacy(save, chunks, state, path):
     from megatron.core import parallel_state
 
     if parallel_state.get_data_parallel_rank() and parallel_state.get_expert_data_parallel_rank():
@@ -301,7 +301,7 @@ def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path:
     torch.save(state, path / name / "model_optim_rng.pt")
 
 
-def _into_one_buffer(chunk: Any) -> None:
+def _into_one_buffer(chunk):
     """Makes all bf16 parameters views of one buffer, as Megatron's DistributedDataParallel does."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.dtype == torch.bfloat16]
     buffer = torch.cat([parameter.data.flatten() for parameter in parameters])

@@ -2,27 +2,24 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from support.forking import run_module
 
 
-def refused_by_megatron(cases: Sequence[tuple[Mapping[str, Any], ParallelSizes]], scratch: Path) -> list[str | None]:
+def refused_by_megatron(cases, scratch):
     """For each HF config and sizes, what Megatron raises when it builds the model, or None."""
     (scratch / "in.json").write_text(json.dumps([[dict(config), asdict(sizes)] for config, sizes in cases]))
     run_module("megatron", "support.megatron_sizes", scratch)
-    found: list[str | None] = json.loads((scratch / "out.json").read_text())
-    return found
+    return json.loads((scratch / "out.json").read_text())
 
 
 # What follows runs in that process.
 
 
-def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
+def _built(config, sizes):
     import torch
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,7 +51,7 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
     return None
 
 
-def main() -> None:
+def main():
     from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()

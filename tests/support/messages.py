@@ -6,14 +6,14 @@ import re
 class text_with:  # noqa: N801, reads as a function: `finding.actual == text_with("5 GPUs 4")`
     """Equal to a text that has these words, separated by spaces, in this order and with any words between them."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, words):
         self.words = words
 
-    def __eq__(self, text: object) -> bool:
+    def __eq__(self, text):
         pattern = ".*".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in self.words.split())
         return isinstance(text, str) and bool(self.words.split()) and re.search(pattern, text, re.DOTALL) is not None
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"text_with({self.words!r})"

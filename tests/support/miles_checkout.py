@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TOOL = Path("miles/utils/external_utils/model_args_utils.py")
@@ -150,7 +149,7 @@ def run(function):
 """
 
 
-def write_checkout(folder: Path) -> Path:
+def write_checkout(folder):
     """Writes the checkout, and returns the path of its tool for model arguments."""
     tools = folder / TOOL.parent
     tools.mkdir(parents=True)
@@ -166,7 +165,7 @@ def write_checkout(folder: Path) -> Path:
     return folder / TOOL
 
 
-def printed(folder: Path, file: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+def printed(folder, file, arguments, environment):
     """What Python prints for a file of the checkout."""
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), **environment}
     done = subprocess.run(
@@ -180,7 +179,6 @@ def printed(folder: Path, file: Path, arguments: Sequence[str], environment: Map
     return done.stdout.strip()
 
 
-def printed_words(folder: Path, file: Path, environment: Mapping[str, str]) -> list[str]:
+def printed_words(folder, file, environment):
     """The words that a launcher gives to its trainer, which its last line of output holds."""
-    words: list[str] = json.loads(printed(folder, file, [], environment).splitlines()[-1])
-    return words
+    return json.loads(printed(folder, file, [], environment).splitlines()[-1])

@@ -1,15 +1,12 @@
 """Small models with random seeded weights, made by transformers: the independent truth that tests compare with."""
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from families import ALL_CASES, HF_CASES, case
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import Metadata
-from transformers import PretrainedConfig, PreTrainedModel
 
 from ckptkit.core.specs import TensorSpec
 
@@ -20,24 +17,22 @@ NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 UNREAD = {"exaone_moe": ("mtp.",), "qwen3_omni_moe": ("talker.", "code2wav.")}
 
 
-def configs() -> dict[str, PretrainedConfig]:
+def configs():
     """The models that tests of everything but families start from: dense and MoE, tied and untied."""
     return {name: HF_CASES[name].config() for name in NAMES}
 
 
-def save(
-    name: str, path: Path, dtype: torch.dtype = torch.bfloat16, *, fused: bool = False, shard_size: str = "400KB"
-) -> PreTrainedModel:
+def save(name, path, dtype=torch.bfloat16, *, fused=False, shard_size="400KB"):
     """Builds the model and saves it as its release would look: several shards, one tensor an expert unless `fused`."""
     model, _ = case.save(name, ALL_CASES[name], path, dtype, fused=fused, shard_size=shard_size)
     return model
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
+def tensors(path):
     return {key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
-def unequal(found: Tensors, wanted: Tensors, apart_from: Iterable[str] = ()) -> list[str]:
+def unequal(found, wanted, apart_from=()):
     """Names that only one of two HF directories, or of two mappings, has, or that differ in dtype, shape or a bit."""
     ours, theirs = (
         {
@@ -49,7 +44,7 @@ def unequal(found: Tensors, wanted: Tensors, apart_from: Iterable[str] = ()) -> 
     return sorted({name for name, _ in ours.items() ^ theirs.items()}.difference(apart_from))
 
 
-def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+def edit(path, name, tensor):
     """Replaces (or, with None, removes) one tensor in whichever shard holds it, leaving the index as it was."""
     for file in sorted(path.glob("*.safetensors")):
         content = load_file(file)
@@ -60,7 +55,7 @@ def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
     raise KeyError(name)
 
 
-def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+def edit_metadata(path, change):
     """Rewrites the `.metadata` of a torch_dist directory after `change`."""
     with (path / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
@@ -70,15 +65,15 @@ def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
 
 
 class InMemory:
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config, tensors):
         self.config = dict(config)
         self.tensors = dict(tensors)
         self.specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         self.groups = [(name,) for name in tensors]
 
-    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def read(self, names):
         return {name: self.tensors[name] for name in names}
 
 
-def content(root: Path) -> dict[str, bytes]:
+def content(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -11,14 +11,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.quant.online.quantizer import Bucket, OnlineQuantizer
+from ckptkit.quant.online.quantizer import OnlineQuantizer
 from support.online_runs import swapped, trainer
 from support.processes import run_logged
 
@@ -38,7 +34,7 @@ except RuntimeError:
 """
 
 
-def start(model: Path) -> Any:
+def start(model):
     import sglang
 
     return sglang.Engine(
@@ -60,7 +56,7 @@ def start(model: Path) -> Any:
     )
 
 
-def checksum(engine: Any) -> dict[str, Any]:
+def checksum(engine):
     """SGLang's own checksum of everything that it holds, and that of each tensor."""
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
@@ -70,11 +66,11 @@ def checksum(engine: Any) -> dict[str, Any]:
     return {"total": total, "tensors": ranks[0]["checksums"]}
 
 
-def generate(engine: Any) -> list[list[int]]:
+def generate(engine):
     return [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
 
 
-def judged(engine: Any) -> list[list[float]]:
+def judged(engine):
     """What the model makes of each prompt: log-probabilities of its tokens but the first."""
     asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     answers = [
@@ -84,19 +80,19 @@ def judged(engine: Any) -> list[list[float]]:
     return [[float(found[0]) for found in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
 
-def send(engine: Any, bucket: Bucket, loader: str | None = None) -> None:
+def send(engine, bucket, loader=None):
     success, message = engine.update_weights_from_tensor(bucket, load_format=loader, flush_cache=loader == END)[:2]
     assert success, message
 
 
-def update(engine: Any, online: OnlineQuantizer, weights: Iterator[tuple[str, Tensor]]) -> None:
+def update(engine, online, weights):
     send(engine, [], BEGIN)
     for bucket in online.stream((name, tensor.cuda()) for name, tensor in weights):
         send(engine, bucket)
     send(engine, [], END)
 
 
-def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterator[tuple[str, Any]]:
+def steps(order, compiled):
     bf16 = Path(order["bf16"])
     online = OnlineQuantizer(HfCheckpoint(order["int4"]).config, order["int4"])
     engine = start(Path(order["int4"]))
@@ -117,18 +113,18 @@ def steps(order: Mapping[str, str], compiled: subprocess.Popen[bytes]) -> Iterat
         engine.shutdown()
 
 
-def run(root: Path, orders: Sequence[Mapping[str, str]]) -> tuple[dict[str, dict[str, Any]], str]:
+def run(root, orders):
     """Results by order and step, as far as it came, and the end of the log."""
     (root / "orders.json").write_text(json.dumps(orders))
     run_logged(root / "log", "support.online_engine", root / "orders.json", gpu=True)
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    found = defaultdict(dict)
     reports = root / "reports.jsonl"
     for name, step, result in map(json.loads, reports.read_text().splitlines() if reports.exists() else []):
         found[name][step] = result
     return found, (root / "log").read_text(errors="replace")[-12000:]
 
 
-def main() -> None:
+def main():
     path = Path(sys.argv[1])
     compiled = subprocess.Popen([sys.executable, "-W", "ignore", "-c", COMPILE])
     began = time.monotonic()

@@ -1,12 +1,8 @@
 """A small model like Kimi K2, by its tensors and names, for the tests of the online quantizer."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from ckptkit.quant.online.quantizer import Bucket, OnlineQuantizer
+from ckptkit.quant.online.quantizer import OnlineQuantizer
 from support import models
 from support.sglang_runs import int4_config
 
@@ -20,13 +16,13 @@ PROJECTIONS = {"gate_proj": (64, 128), "up_proj": (64, 128), "down_proj": (128, 
 ATTENTION = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 
 
-def config(ignore: Iterable[str] = KIMI, grid: str = "minmax", **weights: Any) -> dict[str, Any]:
+def config(ignore=KIMI, grid="minmax", **weights):
     content = int4_config(list(ignore), GROUP)
     content["config_groups"]["group_0"]["weights"] |= {"observer_kwargs": {"grid": grid}} | weights
     return {"num_hidden_layers": 2, "quantization_config": content}
 
 
-def release(prefix: str = "model.", layers: int = 2, experts: int = 3) -> dict[str, Tensor]:
+def release(prefix="model.", layers=2, experts=3):
     """The BF16 tensors of a small model in the manner of Kimi K2."""
     shapes = {f"{prefix}embed_tokens.weight": (96, 128), f"{prefix}norm.weight": (128,), "lm_head.weight": (96, 128)}
     for layer in range(layers):
@@ -41,22 +37,22 @@ def release(prefix: str = "model.", layers: int = 2, experts: int = 3) -> dict[s
     return {name: (torch.randn(shape, generator=generator) / 50).bfloat16() for name, shape in shapes.items()}
 
 
-def names_of(tensors: Iterable[str], packed: Callable[[str], bool] = lambda name: ".mlp.experts." in name) -> list[str]:
+def names_of(tensors, packed=lambda name: ".mlp.experts." in name):
     """The names of an INT4 checkpoint of these tensors."""
     return [
         name + ending for name in tensors for ending in (("_packed", "_scale", "_shape") if packed(name) else ("",))
     ]
 
 
-def quantizer(**options: Any) -> OnlineQuantizer:
+def quantizer(**options):
     return OnlineQuantizer(config(), names_of(release()), **options)
 
 
-def flat(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
+def flat(buckets):
     pairs = [pair for bucket in buckets for pair in bucket]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+def same(one, other):
     assert models.unequal(one, other) == []

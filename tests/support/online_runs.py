@@ -7,13 +7,12 @@ Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -27,27 +26,27 @@ from support.forking import ran
 State = Mapping[str, Tensor]
 
 
-def state(model: nn.Module) -> State:
+def state(model):
     return {name: as_integers(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
 
 
-def differing(one: State, other: State) -> list[str]:
+def differing(one, other):
     return [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
 
 
-def trainer(path: Path, change: Callable[[str], str] = str) -> Iterator[tuple[str, Tensor]]:
+def trainer(path, change=str):
     """Every BF16 tensor alone, each expert's between those of other layers: sorted by the name's last part first."""
     checkpoint = HfCheckpoint(path)
     for name in sorted(checkpoint.specs, key=lambda name: name.split(".")[::-1]):
         yield change(name), checkpoint.read([name])[name]
 
 
-def swapped(name: str) -> str:
+def swapped(name):
     other = {"layers.3.mlp.experts.4.": "layers.3.mlp.experts.5.", "layers.3.mlp.experts.5.": "layers.3.mlp.experts.4."}
     return next((name.replace(one, two) for one, two in other.items() if one in name), name)
 
 
-def update(model: nn.Module, online: OnlineQuantizer, weights: Iterator[tuple[str, Tensor]]) -> State:
+def update(model, online, weights):
     """One update, bucket by bucket, with everything in ruins at its beginning. What was loaded, before repacking."""
     sglang_reload.begin(model, [])
     poison(parameter for _, parameter in model.named_parameters())
@@ -58,7 +57,7 @@ def update(model: nn.Module, online: OnlineQuantizer, weights: Iterator[tuple[st
     return loaded
 
 
-def left_out(model: nn.Module, online: OnlineQuantizer, path: Path) -> str:
+def left_out(model, online, path):
     """An update without one expert, pushed to its end by a trainer that does not ask `finish`. What that says."""
     session = online.begin()
     sglang_reload.begin(model, [])
@@ -69,7 +68,7 @@ def left_out(model: nn.Module, online: OnlineQuantizer, path: Path) -> str:
     return message(session.finish)
 
 
-def message(call: Callable[[], object]) -> str:
+def message(call):
     try:
         call()
     except (CkptkitError, RuntimeError, AssertionError, ValueError, AttributeError) as error:
@@ -78,12 +77,12 @@ def message(call: Callable[[], object]) -> str:
 
 
 def examine(
-    order: Mapping[str, str],
-    report: dict[str, Any],
-    model: nn.Module,
-    weights: Iterator[tuple[str, Tensor]],
-    device: torch.device,
-) -> None:
+    order,
+    report,
+    model,
+    weights,
+    device,
+):
     """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
     poison(parameter for _, parameter in model.named_parameters())
     model.load_weights(weights)
@@ -107,9 +106,9 @@ def examine(
         report |= broken(model, online, path, ready)
 
 
-def broken(model: nn.Module, online: OnlineQuantizer, path: Path, ready: State) -> dict[str, Any]:
+def broken(model, online, path, ready):
     """What other weights, an update that lacks an expert, and weights outside an update do."""
-    report: dict[str, Any] = {}
+    report = {}
     update(model, online, trainer(path, swapped))
     report["altered"] = sorted(differing(state(model), ready))
     report["left out"] = left_out(model, online, path)
@@ -122,7 +121,7 @@ def broken(model: nn.Module, online: OnlineQuantizer, path: Path, ready: State) 
     return report
 
 
-def without_cuda() -> None:
+def without_cuda():
     """Marlin's layout, computed here: SGLang's own code around it runs as it is."""
     from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16_moe as scheme
 
@@ -130,27 +129,26 @@ def without_cuda() -> None:
     scheme.marlin_make_workspace = lambda *_: torch.zeros(1)
 
 
-def marlin_experts(words: Tensor) -> Tensor:
+def marlin_experts(words):
     """[experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
     return marlin_weight(words.transpose(0, 1).flatten(1)).unflatten(1, (len(words), -1)).transpose(0, 1).contiguous()
 
 
-def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
+def run(root, orders):
     (root / "orders.json").write_text(json.dumps(orders, default=str))
     ran("sglang", root / "log", "support.online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
-    found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
-    return found
+    return json.loads((root / "report.json").read_text())
 
 
-def main() -> None:
+def main():
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
     from ckptkit.verify.witnesses.process.exit_report import PhaseLog
     from ckptkit.verify.witnesses.sglang.adapter import build
 
     path = Path(sys.argv[1])
     without_cuda()
-    reports: dict[str, dict[str, Any]] = {}
+    reports = {}
     for name, order in json.loads(path.read_text()).items():
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}

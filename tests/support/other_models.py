@@ -1,8 +1,5 @@
 """Small models of the classes of transformers, of any type, saved by transformers itself."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 import transformers
 from transformers.models.auto import modeling_auto
@@ -27,7 +24,7 @@ _SIZES = _WIDTHS | _INNER | _LAYERS | _HEADS | _EXPERTS | _OTHERS | _ROOM | _OPT
 _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION")
 
 
-def class_for(model_type: str) -> Any | None:
+def class_for(model_type):
     """The class of transformers for a `model_type`, with the first of these heads that there is one with."""
     kind = transformers.CONFIG_MAPPING[model_type]
     for task in _TASKS:
@@ -37,10 +34,10 @@ def class_for(model_type: str) -> Any | None:
     return None
 
 
-def small_config(kind: Any) -> Any:
+def small_config(kind):
     """A config of this class with small sizes, wherever the class knows them by the usual names."""
     usual = kind()
-    given: dict[str, Any] = {name: size for name, size in _SIZES.items() if isinstance(getattr(usual, name, None), int)}
+    given = {name: size for name, size in _SIZES.items() if isinstance(getattr(usual, name, None), int)}
     for name, value in vars(usual).items():
         if name.endswith("_token_id") and isinstance(value, int) and value >= _OTHERS["vocab_size"]:
             given[name] = 3
@@ -53,8 +50,8 @@ def small_config(kind: Any) -> Any:
         return kind(**{name: value for name, value in given.items() if name not in _OPTIONAL})
 
 
-def save_small(model_type: str, path: Path) -> Path:
+def save_small(model_type, path):
     torch.manual_seed(0)
-    model_class: Any = class_for(model_type)
+    model_class = class_for(model_type)
     model_class(small_config(transformers.CONFIG_MAPPING[model_type])).save_pretrained(path)
     return path

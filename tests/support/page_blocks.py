@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -42,19 +41,19 @@ class Block:
     text: str
 
     @property
-    def commands(self) -> Iterator[str]:
+    def commands(self):
         lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
         if self.kind == "console":
             return (line.removeprefix("$ ") for line in lines if line.startswith("$ "))
         return filter(None, lines)
 
 
-def _section(before: str) -> str:
+def _section(before):
     titles = re.findall(r"^## (.+)$", re.sub(r"^ *```.*?^ *```$", "", before, flags=re.M | re.S), re.M)
     return titles[-1] if titles else ""
 
 
-def _blocks(page: Path) -> Iterator[Block]:
+def _blocks(page):
     name, text = str(page.relative_to(ROOT)), page.read_text()
     for found in _BLOCK.finditer(text):
         yield Block(name, _section(text[: found.start()]), *found.group("mark", "without", "reason", "kind", "text"))
@@ -69,7 +68,7 @@ class Shell:
 
     store: Path
 
-    def run(self, line: str, without: str | None = None) -> tuple[int, str]:
+    def run(self, line, without=None):
         """Runs a line as a shell would, `ckptkit` in this process. Returns its exit code and its standard output."""
         words = [word for word in shlex.split(line, comments=True) if word != without]
         if words[0] != "ckptkit":
@@ -83,7 +82,7 @@ class Shell:
             output.write_text(said)
         return code, said
 
-    def _kept(self, words: list[str]) -> tuple[int, str]:
+    def _kept(self, words):
         """Runs a command that writes a directory, or copies what the same one wrote earlier, under any name."""
         kept, written = self.store / shlex.join(words[1:3] + words[4:]).replace("/", "|"), Path(words[3])
         if kept.exists() and not written.exists():
@@ -95,7 +94,7 @@ class Shell:
         return code, said
 
 
-def _in_process(words: list[str]) -> tuple[int, str]:
+def _in_process(words):
     said = StringIO()
     with redirect_stdout(said):
         try:
@@ -106,7 +105,7 @@ def _in_process(words: list[str]) -> tuple[int, str]:
     return (code if isinstance(code, int) else 0), said.getvalue()
 
 
-def bash(text: str, programs: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def bash(text, programs, **variables):
     """Runs a block as a script. Programs in the directory `programs` come before those of this machine."""
     found = environment(**variables)
     found["PATH"] = f"{programs}:{found['PATH']}"

@@ -6,40 +6,37 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def environment(*, gpu: bool = False, **variables: str) -> dict[str, str]:
+def environment(*, gpu=False, **variables):
     """This process's own, with these variables, and CUDA hidden unless `gpu`."""
     path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}) | variables
 
 
-def python(*words: object, given: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*words, given="", **variables):
     """Runs `python WORDS...` with `given` on stdin, and returns its exit code and what it printed."""
     command = [sys.executable, *map(str, words)]
     found = environment(**variables)
     return subprocess.run(command, env=found, input=given, capture_output=True, text=True, timeout=540, check=False)
 
 
-def ckptkit(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def ckptkit(*arguments, **variables):
     return python("-m", "ckptkit", *arguments, **variables)
 
 
-def run_module(module: str, *words: object, **variables: str) -> None:
+def run_module(module, *words, **variables):
     """Runs `python -m MODULE WORDS...`. Raises RuntimeError with what it said when it fails."""
     done = python("-W", "ignore", "-m", module, *words, **variables)
     if done.returncode:
         raise RuntimeError(done.stderr[-5000:])
 
 
-def run_logged(
-    log: Path, module: str, *words: object, gpu: bool = False, limit_s: float = 540, program: str = sys.executable
-) -> bool:
+def run_logged(log, module, *words, gpu=False, limit_s=540, program=sys.executable):
     """Runs `python -m MODULE WORDS...` offline and prints into `log`. Returns whether it ended well within `limit_s`.
 
     What it started itself is killed at the end.
@@ -58,7 +55,7 @@ def run_logged(
             process.wait()
 
 
-def fork_ranks(world: int, run: Callable[[int], None]) -> bool:
+def fork_ranks(world, run):
     """Whether `run(rank)` ended well on all of them, each in a process of its own; the first that fails ends all."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run, args=(rank,)) for rank in range(world)]
@@ -68,7 +65,7 @@ def fork_ranks(world: int, run: Callable[[int], None]) -> bool:
     failed = False
     while running and not failed:
         for sentinel in multiprocessing.connection.wait(list(running)):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank = running.pop(sentinel)
             rank.join()
             failed |= bool(rank.exitcode)
     for rank in running.values():

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 LAYERS, EXPERTS = 4, 12
 # Sizes of no importance, as families read them.
-_SIZES: Mapping[str, Any] = {
+_SIZES = {
     "num_hidden_layers": LAYERS,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -20,7 +19,7 @@ _SIZES: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "rms_norm_eps": 1e-6,
 }
-_LATENT: Mapping[str, Any] = {
+_LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -62,16 +61,14 @@ GLM_LIST = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.
 MINIMAX_LIST = ["lm_head", "model.embed_tokens", "re:.*self_attn.*", r"re:.*block_sparse_moe\.gate$"]
 
 
-def quantization(ignore: Sequence[str], targets: Sequence[str] = ("Linear",), groups: int = 1) -> dict[str, Any]:
+def quantization(ignore, targets=("Linear",), groups=1):
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
     group = {"targets": list(targets), "weights": weights, "input_activations": None, "output_activations": None}
     content = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     return {**content, "config_groups": {f"group_{index}": group for index in range(groups)}, "ignore": list(ignore)}
 
 
-def write(
-    path: Path, config: Mapping[str, Any], ignore: Sequence[str], names: Iterable[str] | None = None, **options: Any
-) -> Path:
+def write(path, config, ignore, names=None, **options):
     """A directory with config.json and, with `names`, an index; the weights that it names are not there."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization(ignore, **options)}))
@@ -82,11 +79,11 @@ def write(
     return path
 
 
-def packed(module: str) -> Iterator[str]:
+def packed(module):
     yield from (f"{module}.weight_{part}" for part in ("packed", "scale", "shape"))
 
 
-def kimi_names() -> Iterator[str]:
+def kimi_names():
     """The index of Kimi-K2-Thinking: routed experts packed, everything else not."""
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for layer in range(LAYERS):
@@ -114,13 +111,11 @@ def kimi_names() -> Iterator[str]:
 
 # Configs of published releases; names that differ in numbers alone are folded, and experts cut to 16.
 PUBLISHED_FILE = Path(__file__).parents[1] / "quant/ignore/published_configs.json"
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]
-}
+PUBLISHED = {entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]}
 _NUMBERS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
-def unfolded(name: str) -> Iterator[str]:
+def unfolded(name):
     """Yields the names that a folded one stands for: `layers.{0..2,5}.mlp` is four."""
     match = re.search(r"\{([\d.,]+)\}", name)
     if match is None:
@@ -132,7 +127,7 @@ def unfolded(name: str) -> Iterator[str]:
             yield from unfolded(f"{name[: match.start()]}{number}{name[match.end() :]}")
 
 
-def restored(value: Any) -> Any:
+def restored(value):
     if not isinstance(value, Mapping):
         return value
     if value.keys() == {"folded"}:

@@ -1,20 +1,16 @@
 """Rows of every kind that has broken a quantizer, and compressed-tensors' own answer for them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from torch import Tensor
-
-from ckptkit.quant.formats.scheme import QuantScheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def hard_weights(dtype: torch.dtype, columns: int = 256) -> Tensor:
+def hard_weights(dtype, columns=256):
     """Random, zero, nearly zero, subnormal, of one sign, ties, huge, one outlier, -0, constant."""
     torch.manual_seed(0)
     random = torch.randn(40, columns) * 0.02
@@ -42,7 +38,7 @@ def hard_weights(dtype: torch.dtype, columns: int = 256) -> Tensor:
     return torch.stack([row.to(dtype) for row in rows])
 
 
-def ct_scheme(scheme: QuantScheme) -> QuantizationScheme:
+def ct_scheme(scheme):
     """The scheme in compressed-tensors' own words."""
     args = QuantizationArgs(
         num_bits=4,
@@ -55,7 +51,7 @@ def ct_scheme(scheme: QuantScheme) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
 
 
-def ct_packed(weight: Tensor, scheme: QuantScheme) -> Mapping[str, Tensor]:
+def ct_packed(weight, scheme):
     """What compressed-tensors stores: its scales, in the scheme's dtype as its modules hold them, and packed codes."""
     own = ct_scheme(scheme)
     groups = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])

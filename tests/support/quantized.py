@@ -3,9 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +32,11 @@ FP8_LINEAR = re.compile(
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
-def write(
-    plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit
-) -> dict[str, Tensor]:
+def write(plain, target, wanted, quantizer, edit):
     """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns the plain ones."""
-    meant: dict[str, Tensor] = {}
+    meant = {}
 
-    def store(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    def store(name, tensor):
         parts, meant[name] = quantizer(tensor) if wanted(name) else ({"": tensor}, tensor)
         return {name + ending: part for ending, part in parts.items()}
 
@@ -47,12 +44,12 @@ def write(
     return meant
 
 
-def rewrite(plain: Path, target: Path, store: Callable[[str, Tensor], Mapping[str, Tensor]], edit: Edit) -> None:
+def rewrite(plain, target, store, edit):
     """A copy of an HF directory whose tensors become those that `store` makes of each; its config is edited."""
     shutil.copytree(plain, target)
     weight_map, total = {}, 0
     for file in sorted(target.glob("*.safetensors")):
-        stored: dict[str, Tensor] = {}
+        stored = {}
         for name, tensor in load_file(file).items():
             stored |= {part_name: part.contiguous() for part_name, part in store(name, tensor).items()}
         save_file(stored, file, metadata={"format": "pt"})
@@ -65,17 +62,17 @@ def rewrite(plain: Path, target: Path, store: Callable[[str, Tensor], Mapping[st
     (target / "config.json").write_text(json.dumps(edit(config), indent=2))
 
 
-def blocks(weight: Tensor, height: int, width: int) -> Tensor:
+def blocks(weight, height, width):
     """[rows of blocks, height, columns of blocks, width], filled up with zeros, float32."""
     rows, columns = weight.shape
     filled = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
     return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
-def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:
+def fp8_blocks(height, width, dtype=torch.float32, ending="_scale_inv"):
     """One scale a block; in float8_e8m0fnu it is rounded up to a power of two. A `width` of 0 is a whole row."""
 
-    def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    def quantize(weight):
         rows, columns = weight.shape
         cut = blocks(weight, height, width or columns)
         scale = cut.abs().amax((1, 3), keepdim=True) / 448
@@ -90,13 +87,13 @@ def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, endi
     return quantize
 
 
-def fp8_config(block: Sequence[int], kept: Sequence[str] = ()) -> dict[str, Any]:
+def fp8_config(block, kept=()):
     """A quantization_config of FP8 in blocks as Qwen's and DeepSeek's releases have it, `kept` what is not in it."""
     known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     return known | ({"modules_to_not_convert": list(kept)} if kept else {})
 
 
-def with_fp8_blocks(plain: Path, target: Path, block: int) -> Path:
+def with_fp8_blocks(plain, target, block):
     """A copy in square FP8 blocks as Qwen and DeepSeek publish them: the linear layers of the decoder.
 
     config.json names every other matrix in `modules_to_not_convert`, and the vision tower of Qwen2.5-VL as a whole:
@@ -110,14 +107,14 @@ def with_fp8_blocks(plain: Path, target: Path, block: int) -> Path:
     if any(name.startswith("visual.") for name in kept):
         kept.append("visual")
 
-    def edit(config: dict[str, Any]) -> dict[str, Any]:
+    def edit(config):
         return config | {"quantization_config": fp8_config((block, block), kept)}
 
     write(plain, target, lambda name: FP8_LINEAR.fullmatch(name) is not None, fp8_blocks(block, block), edit)
     return target
 
 
-def one_an_expert(release: Path, target: Path, *, transposed: bool) -> Path:
+def one_an_expert(release, target, *, transposed):
     """A copy with one tensor an expert; the release itself where it has no fused experts, or they have biases.
 
     `transposed`: fused experts are [experts, in, out].
@@ -129,7 +126,7 @@ def one_an_expert(release: Path, target: Path, *, transposed: bool) -> Path:
     return target
 
 
-def _apart(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, Tensor]]:
+def _apart(name, tensor, transposed):
     if not (match := FUSED.fullmatch(name)):
         yield name, tensor
         return
@@ -140,12 +137,12 @@ def _apart(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, T
             yield f"{match[1]}.{number}.{kind}_proj.weight", part.clone()
 
 
-def int4(bits: int = 4, **arguments: Any) -> Quantizer:
+def int4(bits=4, **arguments):
     """compressed-tensors' own compressor, and its decompressor for what is meant."""
     args = QuantizationArgs(num_bits=bits, type="int", **arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
 
-    def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    def quantize(weight):
         together = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
         scale, zero_point = calculate_qparams(together.amin(-1), together.amax(-1), args)
         stored = PackedQuantizationCompressor.compress(
@@ -157,7 +154,7 @@ def int4(bits: int = 4, **arguments: Any) -> Quantizer:
     return quantize
 
 
-def widen(path: Path, plain: Path, part: str) -> None:
+def widen(path, plain, part):
     """Packs modules of an INT4 directory in groups of 32 again, in 8 bits from `plain`; config_groups name each."""
     quantize, plain_weights = int4(8, strategy="group", group_size=32), {}
     for file in plain.glob("*.safetensors"):
@@ -183,12 +180,12 @@ def widen(path: Path, plain: Path, part: str) -> None:
     index.write_text(json.dumps(content))
 
 
-def one_target(content: dict[str, Any]) -> None:
+def one_target(content):
     for group in content["config_groups"].values():
         group["targets"] = ["Linear"]
 
 
-def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+def mxfp4(experts):
     """[experts, in, out], 32 inputs with one power of two: each weight to the nearest of the 16 numbers."""
     groups = experts.float().transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
@@ -200,7 +197,7 @@ def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     ).contiguous()
 
 
-def group_config(form: str, *groups: Mapping[str, Any], ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
+def group_config(form, *groups, ignore=("lm_head",)):
     """A quantization_config of these groups, as compressed-tensors writes it."""
     return {
         "quant_method": "compressed-tensors",
@@ -211,7 +208,7 @@ def group_config(form: str, *groups: Mapping[str, Any], ignore: Iterable[str] = 
     }
 
 
-def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
+def compressed_config(form, **weights):
     arguments = {
         "num_bits": 4,
         "type": "int",
@@ -226,7 +223,7 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def small_groups_allowed() -> Iterator[None]:
+def small_groups_allowed():
     """Lets experts have zero points in small groups, which SGLang loads and repacks rightly but computes wrongly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "SMALL_TILE", 0)

@@ -8,16 +8,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import boto3
-import pytest
 import s3fs
 
 ANSWER_S = 60
@@ -32,37 +29,36 @@ class Bucket:
     client: Any
 
     @classmethod
-    def new(cls, address: str) -> Bucket:
+    def new(cls, address):
         """An empty bucket of a name that nothing else has."""
         client = boto3.client("s3", endpoint_url=address)
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         client.create_bucket(Bucket=name)
         return cls(name, client)
 
-    def url(self, prefix: str) -> str:
+    def url(self, prefix):
         return f"s3://{self.name}/{prefix}"
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key, content):
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
-    def put_directory(self, root: Path, prefix: str) -> None:
+    def put_directory(self, root, prefix):
         for path in sorted(root.rglob("*")):
             if path.is_file():
                 self.put(f"{prefix}/{path.relative_to(root)}", path.read_bytes())
 
-    def get(self, key: str) -> bytes:
-        content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
-        return content
+    def get(self, key):
+        return self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
 
-    def delete(self, key: str) -> None:
+    def delete(self, key):
         self.client.delete_object(Bucket=self.name, Key=key)
 
-    def listed(self) -> list[str]:
+    def listed(self):
         return sorted(entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", []))
 
 
 @contextmanager
-def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
+def use_s3(monkeypatch, address):
     """Meanwhile s3:// means the server at this address, and nothing of this machine's own settings is used."""
     settings = {
         "AWS_ENDPOINT_URL": address,
@@ -80,16 +76,15 @@ def use_s3(monkeypatch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def free_port() -> int:
+def free_port():
     """A port that nothing listened on a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]
 
 
 @contextmanager
-def s3_server(log: Path) -> Iterator[str]:
+def s3_server(log):
     """The address of a running S3 server with nothing in it; what it says goes to `log`."""
     port = free_port()
     with log.open("wb") as output:
@@ -104,7 +99,7 @@ def s3_server(log: Path) -> Iterator[str]:
         server.wait()
 
 
-def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(port, server, log):
     """Returns when the server answers. Raises RuntimeError with its log when it does not."""
     end = time.monotonic() + ANSWER_S
     while time.monotonic() < end and server.poll() is None:
@@ -120,10 +115,10 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 class SilentHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
-    def answer(self, status: int, content: bytes, **headers: str) -> None:
+    def answer(self, status, content, **headers):
         """Sends an answer; `_` in the name of a header is `-`."""
         self.send_response(status)
         for name, value in {**headers, "Content_Length": str(len(content))}.items():
@@ -134,7 +129,7 @@ class SilentHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(handler):
     """The address of an HTTP server, in a thread, that answers as `handler` does."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -158,9 +153,7 @@ class Request:
     bytes: int
 
 
-def breaking(
-    target: str, seen: list[Request], breaks: Callable[[Request], bool] = lambda request: False
-) -> type[BaseHTTPRequestHandler]:
+def breaking(target, seen, breaks=lambda request: False):
     """A handler that hands every request on to `target` and notes it in `seen`.
 
     It breaks off in the middle of the answer when `breaks(request)`.
@@ -168,7 +161,7 @@ def breaking(
     host = target.removeprefix("http://")
 
     class Proxy(SilentHandler):
-        def hand_on(self) -> None:
+        def hand_on(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             connection = HTTPConnection(host)
             connection.request(self.command, self.path, body, dict(self.headers))
@@ -195,14 +188,14 @@ def breaking(
     return Proxy
 
 
-def refusing(status: int, code: str, only: str = "", target: str = "", about: str = "") -> type[BaseHTTPRequestHandler]:
+def refusing(status, code, only="", target="", about=""):
     """A handler that answers every request with S3's error of this status and code.
 
     With `only` or `about`, requests of another method, or without it in their path, go on to `target`.
     """
 
-    class Refusal(breaking(target, [])):  # type: ignore[misc]
-        def do_GET(self) -> None:  # noqa: N802
+    class Refusal(breaking(target, [])):
+        def do_GET(self):  # noqa: N802
             if (only and self.command != only) or about not in self.path:
                 self.hand_on()
                 return

@@ -5,16 +5,13 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 PROMPT, RESPONSE, COUNT = 12, 24, 4  # tokens of a prompt, of a response, and samples
@@ -63,21 +60,20 @@ class Sample:
     spec_info: dict[str, int] = field(default_factory=lambda: {"spec_accept_token_num": 0, "spec_verify_ct": 0})
     prefix_cache_info: dict[str, int] = field(default_factory=lambda: {"cached_tokens": 0, "total_prompt_tokens": 12})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return self.__dict__.copy()
 
 
-def write(path: Path, samples: Sequence[Sample], **more: Any) -> Path:
+def write(path, samples, **more):
     torch.save({"rollout_id": 7, "samples": [one.to_dict() for one in samples], **more}, path)
     return path
 
 
-def model(path: Path, dtype: torch.dtype) -> nn.Module:
-    found: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    return found
+def model(path, dtype):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def tokens_of(path: Path) -> list[list[int]]:
+def tokens_of(path):
     """Prompts of random letters, with responses of any tokens that the model samples."""
     sampler = torch.Generator().manual_seed(0)
     tokens = torch.randint(BYTES["a"], BYTES["z"] + 1, (COUNT, PROMPT), generator=sampler)
@@ -86,20 +82,18 @@ def tokens_of(path: Path) -> list[list[int]]:
         for _ in range(RESPONSE):
             probabilities = network(tokens).logits[:, -1].float().softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=sampler)], 1)
-    found: list[list[int]] = tokens.tolist()
-    return found
+    return tokens.tolist()
 
 
-def log_probs_of(path: Path, tokens: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+def log_probs_of(path, tokens, temperature=1.0):
     """Of every token but the first, in bfloat16 as an engine would compute them."""
     every = torch.tensor(tokens)
     with torch.no_grad():
-        logits: Tensor = model(path, torch.bfloat16)(every).logits[:, :-1].float() / temperature
-    found: list[list[float]] = logits.log_softmax(-1).gather(-1, every[:, 1:, None])[..., 0].tolist()
-    return found
+        logits = model(path, torch.bfloat16)(every).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, every[:, 1:, None])[..., 0].tolist()
 
 
-def samples(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], **fields: Any) -> list[Sample]:
+def samples(tokens, log_probs, **fields):
     """What a rollout of text prompts records; `log_probs` as `log_probs_of` gives them."""
     return [
         Sample(
@@ -116,18 +110,18 @@ def samples(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]
     ]
 
 
-def text_of(ids: Sequence[int]) -> str:
+def text_of(ids):
     """The text of tokens that are printable ASCII or special."""
     letters = {number: character for character, number in BYTES.items()} | dict(enumerate(SPECIAL))
     return "".join(letters[one] for one in ids)
 
 
-def ids_of(text: str) -> list[int]:
+def ids_of(text):
     """The tokens of printable ASCII without blanks, in which `<bos>` and `<eos>` may stand."""
     return [SPECIAL.index(one) if one in SPECIAL else BYTES[one] for one in re.findall(r"<bos>|<eos>|.", text)]
 
 
-def add_tokenizer(path: Path, template: str | None = TEMPLATE) -> None:
+def add_tokenizer(path, template=TEMPLATE):
     """A tokenizer of single bytes, as Qwen2's with all merges left out, and a chat template."""
     vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))

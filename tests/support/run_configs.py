@@ -9,20 +9,18 @@ import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from families import CASES
 
-from ckptkit.converters.config.dims import ModelDims
 from ckptkit.converters.megatron.arguments import megatron_args
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import MCORE, dims_of
 from ckptkit.verify.witnesses.megatron.model import MegatronBuild, pretend_cuda, transformer_config
 
 
-def bridge_settings(dims: ModelDims, args: dict[str, Any]) -> dict[str, Any]:
+def bridge_settings(dims, args):
     """What Megatron-Bridge's GPTModelProvider has besides TransformerConfig. Source: its `models/gpt_provider.py`."""
     yarn = args.get("position_embedding_type") == "yarn"
     found = {
@@ -45,7 +43,7 @@ def bridge_settings(dims: ModelDims, args: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run_config(name: str) -> str:
+def run_config(name):
     """run_config.yaml of this model: the real TransformerConfig, by Megatron's own YAML where this release has it."""
     dims = dims_of(CASES[name].config().to_dict())
     args = megatron_args(dims, MCORE)
@@ -59,7 +57,7 @@ def run_config(name: str) -> str:
     return yaml_of({"_target_": "megatron.bridge.training.config.ConfigContainer", "model": model, "train": None})
 
 
-def yaml_of(content: dict[str, Any]) -> str:
+def yaml_of(content):
     if find_spec("megatron.training") is not None:
         from megatron.training.config.yaml_utils import safe_yaml_representers
 
@@ -69,7 +67,7 @@ def yaml_of(content: dict[str, Any]) -> str:
     return str(yaml.safe_dump(json.loads(json.dumps(content, default=_as_target))))
 
 
-def _as_target(value: Any) -> Any:
+def _as_target(value):
     name = getattr(value, "__qualname__", None)
     text = str(value) if isinstance(value, torch.dtype) else f"{type(value).__module__}.{type(value).__qualname__}"
     return {"_target_": f"{value.__module__}.{name}" if name else text, "_call_": False}

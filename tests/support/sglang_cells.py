@@ -6,18 +6,14 @@ leaves something out that LIMITS names. All else is a false failure.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from families import CASES, case
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.quant.schemes.w4a16 import int4_scheme
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 from support import models, sglang_families
 from support.quantized import one_an_expert, small_groups_allowed, with_fp8_blocks
 from support.sglang_formats import EXPERTS, SHARED
@@ -30,7 +26,7 @@ Sizes = Literal["odd", "wide"]
 Way = Literal["HF", "Megatron"]
 
 GROUPS = (32, 64, 128, "channel")
-GRIDS: dict[str, dict[str, Any]] = {
+GRIDS = {
     "minmax": {"grid": "minmax"},
     "qmax7": {"grid": "qmax7"},
     "zero points": {"grid": "minmax", "symmetric": False},
@@ -44,9 +40,9 @@ INT4 = {
 }
 CLEAN, BY_CKPTKIT, BY_SGLANG, LIMIT, FALSE = "clean", "ckptkit refuses", "SGLang refuses", "left out", "FALSE FAILURE"
 # What SGLang's classes leave out of sound checkpoints: how the names of the tensors end, by a regex for cells.
-LIMITS: Mapping[str, str] = {r"(llama|mistral|gpt_oss)\S*, FP8": ".weight_scale_inv"}
+LIMITS = {r"(llama|mistral|gpt_oss)\S*, FP8": ".weight_scale_inv"}
 # What SGLang refuses, by a regex for its words.
-REFUSALS: Sequence[str] = (r"size_[nk] = \d+ is not divisible by tile_[nk]_size",)
+REFUSALS = (r"size_[nk] = \d+ is not divisible by tile_[nk]_size",)
 # SGLang leaves draft layers (of 12 layers, the next) to another model, and never uses the shapes of packed weights.
 NOT_LOADED = re.compile(r"(mtp|model\.layers\.12)\..*|.*(inv_freq|weight_shape)")
 
@@ -60,18 +56,18 @@ class Cell:
     format: str
     way: Way
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.sizes} {self.model}, {self.format} from {self.way}"
 
     @property
-    def block(self) -> int:
+    def block(self):
         """Rows and columns of an FP8 block: 128, as in the releases, where the sizes allow it."""
         return 128 if self.sizes == "wide" else 8 if self.model.startswith(WITH_72_INPUTS) else 16
 
     @property
-    def scheme(self) -> dict[str, Any]:
+    def scheme(self):
         """What `int4_scheme` is given: also what must stay unpacked, by the refusals that say so."""
-        ignore: tuple[str, ...] = ()
+        ignore = ()
         if self.sizes == "odd" and self.model.startswith(WITH_72_INPUTS):
             ignore = (EXPERTS,)
         elif self.format.endswith("zero points") and self.model.startswith("glm4_moe") and "lite" not in self.model:
@@ -79,7 +75,7 @@ class Cell:
         return INT4[self.format] | {"ignore": ignore}
 
 
-def every_cell() -> Iterator[Cell]:
+def every_cell():
     """Those of a model and its sizes one after the other. ckptkit writes no FP8, so it only comes from HF."""
     for model in sglang_families.CLEAN:
         for sizes in ("odd", "wide"):
@@ -91,7 +87,7 @@ def every_cell() -> Iterator[Cell]:
                 yield Cell(model, sizes, form, "Megatron")
 
 
-def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
+def checkpoint(cell, root, reader="sglang"):
     """Makes the cell's checkpoint under `root`, from a release and a Megatron one that cells share.
 
     `reader`: the engine whose layout zero points get. Raises CkptkitError where ckptkit refuses the format.
@@ -112,7 +108,7 @@ def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
     # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
     # SGLang runs Seed-OSS by transformers' class, for which `quantize` refuses INT4.
     named = cell.format.endswith("zero points") or (reader == "vllm" and cell.model.startswith("seed_oss"))
-    readers: dict[str, Any] = {"readers": (reader,)} if named else {}
+    readers = {"readers": (reader,)} if named else {}
     with small_groups_allowed():
         if cell.way == "HF":
             quantize(release, target, int4_scheme(**cell.scheme), **readers)
@@ -121,7 +117,7 @@ def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
     return Case(target)
 
 
-def values(case: Case) -> dict[str, int]:
+def values(case):
     """The bytes of every tensor of a case's values, by the safetensors library alone."""
     return {name: tensor.nbytes for name, tensor in models.tensors(case.source or case.checkpoint).items()}
 
@@ -134,7 +130,7 @@ class Outcome:
     why: str = ""
 
 
-def judged(cell: Cell, run: Answer[LoadReport], sizes: Mapping[str, int]) -> Outcome:
+def judged(cell, run, sizes):
     """The outcome of a cell that was loaded; `sizes`: the bytes of its tensors."""
     if run.report is None:
         said = (run.failure.message if run.failure else "").partition("; ")[2]
@@ -147,7 +143,7 @@ def judged(cell: Cell, run: Answer[LoadReport], sizes: Mapping[str, int]) -> Out
     return Outcome(LIMIT if known else FALSE, f"{wrong[0][0]}: {wrong[0][1]}, and {len(wrong) - 1} more")
 
 
-def troubles(report: LoadReport, sizes: Mapping[str, int], streamed: bool) -> Iterator[tuple[str, str]]:
+def troubles(report, sizes, streamed):
     """Names, and what is wrong with them."""
     for seen in (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ())):
         yield seen.tensor, seen.what

@@ -1,10 +1,7 @@
 """What SGLang 0.5.16 computes of test models of `families` on the CPU, with torch alone."""
 
-from collections.abc import Mapping
-from typing import Any
-
-_EXAONE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
-SIZES: Mapping[str, Mapping[str, Any]] = {
+_EXAONE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+SIZES = {
     # Its class takes the hidden size divided by the heads for a head's size, whatever head_dim says.
     "mixtral": {"num_attention_heads": 4},
     # Its class reads the base of rotary embedding where transformers 5 does not write it, and takes that of K-EXAONE.

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from families.case import tokens
@@ -23,43 +22,41 @@ from support.forking import ran
 Weights = Iterator[tuple[str, Tensor]]
 
 
-def run(models: Path, out: Path, log: Path) -> dict[str, Tensor | str]:
+def run(models, out, log):
     """The logits, or what was raised, by the name of the model's directory."""
     out.mkdir()
     assert ran("sglang", log, "support.sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
-    logits: dict[str, Tensor | str] = {path.stem: torch.load(path) for path in out.glob("*.pt")}
+    logits = {path.stem: torch.load(path) for path in out.glob("*.pt")}
     return logits | {path.stem: path.read_text() for path in out.glob("*.txt")}
 
 
 class Memory:
     """Keys and values of every layer [tokens, heads, size], as SGLang's pools hold them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def set_kv_buffer(self, layer: Any, location: object, keys: Tensor, values: Tensor) -> None:
+    def set_kv_buffer(self, layer, location, keys, values):
         """All tokens come at once, and lie in their order."""
         self.keys[layer.layer_id], self.values[layer.layer_id] = keys, values
 
-    def get_key_buffer(self, layer: int) -> Tensor:
+    def get_key_buffer(self, layer):
         return self.keys[layer]
 
-    def get_value_buffer(self, layer: int) -> Tensor:
+    def get_value_buffer(self, layer):
         return self.values[layer]
 
 
-def logits_of(model: Any, prompts: Tensor) -> Tensor:
+def logits_of(model, prompts):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    class Attention(TorchNativeAttnBackend):  # type: ignore[misc]
+    class Attention(TorchNativeAttnBackend):
         """There are no tokens before the prompt, so what is given is all, whether or not the class wants it kept."""
 
-        def forward_extend(
-            self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **more: Any
-        ) -> Any:
+        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **more):
             return super().forward_extend(q, k, v, layer, batch, **more)
 
     for module in model.modules():
@@ -94,11 +91,11 @@ def logits_of(model: Any, prompts: Tensor) -> Tensor:
     return result.float().view(count, length, -1)
 
 
-def main() -> None:
+def main():
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     for path in sorted(models.iterdir()):
 
-        def loading(model: Any, weights: Weights, device: torch.device) -> None:
+        def loading(model, weights, device):
             model.load_weights(weights)
 
         try:

@@ -1,11 +1,10 @@
 """What SGLang 0.5.16 and 0.5.23 make of each test model of `families`."""
 
 import re
-from collections.abc import Iterable
 
 from families import HF_CASES
 
-from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
+from ckptkit.verify.witnesses.loading.job import EngineSizes
 from support.installed import release
 from support.sglang_runs import LOST
 
@@ -74,7 +73,7 @@ COMPUTED = dict.fromkeys(
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]
 
 
-def names_faults(report: LoadReport, tensors: Iterable[str], lost: re.Pattern[str] = LOST) -> None:
+def names_faults(report, tensors, lost=LOST):
     """Asserts that a report of `lost_and_exchanged` names what is missing, and the experts that were exchanged.
 
     With LOST_OF_DRAFT it is that of a draft model.

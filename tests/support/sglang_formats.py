@@ -1,9 +1,6 @@
 """Test models of every model type in INT4 and in FP8 blocks, for SGLang."""
 
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 from families import HF_CASES
 
@@ -42,15 +39,15 @@ NOT_IN_FP8 = [
 _LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 
 
-def _is_linear(name: str) -> bool:
+def _is_linear(name):
     return _LINEAR.fullmatch(name) is not None
 
 
-def _in_fp8(config: dict[str, Any]) -> dict[str, Any]:
+def _in_fp8(config):
     return config | {"quantization_config": fp8_config((16, 16))}
 
 
-def options_of(label: str) -> dict[str, Any]:
+def options_of(label):
     """The scheme of a label of `LABELS`."""
     kind, _, name = label.rpartition(" ")
     if kind == "groups":
@@ -60,7 +57,7 @@ def options_of(label: str) -> dict[str, Any]:
     return {"grid": "minmax", "group_size": 32, "symmetric": False, "ignore": ZERO_POINTS[name]}
 
 
-def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:
+def write_all(root, labels):
     """Makes the checkpoints of these labels, and gives each with its path."""
     for label in labels:
         kind, _, name = label.rpartition(" ")
@@ -73,7 +70,7 @@ def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:
             # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
             readers = {"readers": ("sglang",)} if kind == "zero points" else {}
             with small_groups_allowed():
-                quantize(plain, target, int4_scheme(**options_of(label)), **readers)  # type: ignore[arg-type]
+                quantize(plain, target, int4_scheme(**options_of(label)), **readers)
         yield label, target
 
 

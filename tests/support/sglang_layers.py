@@ -5,9 +5,7 @@ CONFIGS is {case: content of config.json}. Each model class is built on the meta
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,16 +16,15 @@ from support.sglang_runs import int4_config
 QUANTIZATION = int4_config(["re:.*"], 32)
 
 
-def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
+def looked_up(configs, root):
     """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
     (root / "configs.json").write_text(json.dumps(configs))
     ended_well = ran("sglang", root / "log", "support.sglang_layers", root / "configs.json", root / "out.json")
     assert ended_well, (root / "log").read_text()[-2000:]
-    found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
-    return found
+    return json.loads((root / "out.json").read_text())
 
 
-def main(configs: Path, out: Path) -> None:
+def main(configs, out):
     """Builds all of them in this process, since starting SGLang is what takes time."""
     found = {}
     for name, config in json.loads(configs.read_text()).items():
@@ -38,7 +35,7 @@ def main(configs: Path, out: Path) -> None:
     out.write_text(json.dumps(found))
 
 
-def _look_ups(directory: Path) -> dict[str, Any]:
+def _look_ups(directory):
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
     from sglang.srt.model_loader import loader
@@ -46,10 +43,10 @@ def _look_ups(directory: Path) -> dict[str, Any]:
     from ckptkit.verify.witnesses.sglang.adapter import configure
 
     _, model_config = configure(directory, directory.parent, False)
-    names: list[str] = []
+    names = []
     original = module.should_ignore_layer
 
-    def record(layer_name: str, ignore: Sequence[str], fused_mapping: Mapping[str, Sequence[str]]) -> bool:
+    def record(layer_name, ignore, fused_mapping):
         names.append(layer_name)
         return bool(original(layer_name, ignore, fused_mapping))
 

@@ -12,11 +12,11 @@ import torch
 from families.case import tokens
 
 
-def main() -> None:
+def main():
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     bench = import_module("sglang.benchmark.one_batch")
-    bench.get_tokenizer = lambda *_, **__: None  # type: ignore[attr-defined]
+    bench.get_tokenizer = lambda *_, **__: None
     args = ServerArgs(
         model_path=sys.argv[1],
         skip_tokenizer_init=True,

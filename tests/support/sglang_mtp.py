@@ -5,9 +5,8 @@ decides the order in which a class joins embedding and hidden state, and for MiM
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,28 +30,25 @@ class Job:
     hidden: Tensor
 
 
-def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
+def run(scratch, jobs):
     """Hidden states [sequence, hidden] behind each layer's last norm.
 
     One process runs all, since importing SGLang takes longer than any layer.
     """
     torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
     run_module("sglang", "support.sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
-    outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
-    return outputs
+    return torch.load(scratch / "sglang-out.pt")
 
 
 class Block(nn.Module):
     """A decoder layer of transformers, called as SGLang calls its own, that leaves nothing for the residual."""
 
-    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+    def __init__(self, layer, rotary):
         super().__init__()
         self.layer = layer
         self.__dict__["rotary"] = rotary
 
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, residual: None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions, hidden_states, forward_batch, residual):
         length = len(hidden_states)
         mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
         rotary = self.__dict__["rotary"](hidden_states[None], position_ids=positions[None])
@@ -63,11 +59,11 @@ class Block(nn.Module):
 class LastNorm(nn.RMSNorm):
     """SGLang's norms also take a residual and then return two tensors."""
 
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, hidden, residual=None):
         return super().forward(hidden) if residual is None else (super().forward(hidden + residual), hidden)
 
 
-def _mimo(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _mimo(config, tensors):
     from sglang.srt.models.mimo_mtp import MiMoMTP, MiMoMultiTokenPredictorLayer
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
@@ -82,7 +78,7 @@ def _mimo(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def _glm4_moe(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _glm4_moe(config, tensors):
     from families.mtp import load_layer
     from sglang.srt.models.glm4_moe_nextn import Glm4MoeModelNextN
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding
@@ -102,18 +98,15 @@ def _glm4_moe(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
 class QwenBody(nn.Module):
     """The decoder layer and the norm behind it, called as SGLang calls its whole model."""
 
-    def __init__(self, block: Block, norm: nn.Module) -> None:
+    def __init__(self, block, norm):
         super().__init__()
         self.layers, self.norm = nn.ModuleList([block]), norm
 
-    def forward(self, input_ids: None, positions: Tensor, forward_batch: Any, hidden_states: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.layers[0](positions, hidden_states, forward_batch, None)[0])
-        return result
+    def forward(self, input_ids, positions, forward_batch, hidden_states):
+        return self.norm(self.layers[0](positions, hidden_states, forward_batch, None)[0])
 
 
-def _qwen(
-    kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], block: Block, norm: type[nn.Module]
-) -> nn.Module:
+def _qwen(kind, config, tensors, block, norm):
     """SGLang's class with weights by their HF names; those of the decoder layer are in `block` already."""
     model = kind.__new__(kind)
     nn.Module.__init__(model)
@@ -127,7 +120,7 @@ def _qwen(
     return model
 
 
-def _qwen3_next(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _qwen3_next(config, tensors):
     from families.mtp import load_layer
     from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP
     from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -143,7 +136,7 @@ def _qwen3_next(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     )
 
 
-def _qwen3_5(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _qwen3_5(config, tensors):
     from families.mtp import load_layer
     from sglang.srt.models.qwen3_5_mtp import Qwen3_5ForCausalLMMTP
     from transformers.models.qwen3_5.modeling_qwen3_5 import (
@@ -163,7 +156,7 @@ def _qwen3_5(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     )
 
 
-def _bare(kind: type[nn.Module], config: Any, norms: tuple[str, ...], projection: str) -> nn.Module:
+def _bare(kind, config, norms, projection):
     model = kind.__new__(kind)
     nn.Module.__init__(model)
     for name in norms:
@@ -175,7 +168,7 @@ def _bare(kind: type[nn.Module], config: Any, norms: tuple[str, ...], projection
 MAKERS = {"mimo": _mimo, "glm4_moe": _glm4_moe, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5}
 
 
-def _output(job: Job) -> Tensor:
+def _output(job):
     model = MAKERS[job.model](job.config, job.tensors).eval()
     mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
     batch = SimpleNamespace(
@@ -185,11 +178,10 @@ def _output(job: Job) -> Tensor:
     positions = torch.arange(1, len(job.hidden) + 1)
     # That of Qwen3.5 takes them from the batch, where a multimodal prompt has left them.
     embedded = None if job.model == "qwen3_5" else job.embedded.clone()
-    output: Tensor = model(None, positions, batch, input_embeds=embedded)
-    return output
+    return model(None, positions, batch, input_embeds=embedded)
 
 
-def main() -> None:
+def main():
     jobs = [Job(**content) for content in torch.load(sys.argv[1], weights_only=False)]
     with torch.no_grad():
         torch.save([_output(job) for job in jobs], sys.argv[2])

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,8 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckptkit.verify.witnesses.loading.engine import EngineFacts
-from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, LoadJob, LoadReport
 from ckptkit.verify.witnesses.loading.run import outcome, run_engine_load
 from ckptkit.verify.witnesses.process.codec import decoded
 from ckptkit.verify.witnesses.process.exit_report import exit_report_of
@@ -33,7 +32,7 @@ from support.forking import ran
 from support.processes import run_logged
 
 if TYPE_CHECKING:
-    from ckptkit.verify.core.report import CheckResult, Finding
+    pass
 
 Weights = Iterator[tuple[str, Tensor]]
 Start = Callable[..., bool]
@@ -62,11 +61,11 @@ LOST_OF_DRAFT = re.compile(
 _SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp|mtp\.0\.ffn|mtp\.layers\.1\.mixer)\.experts\.)([45])\.")
 
 
-def unaltered(weights: Weights) -> Weights:
+def unaltered(weights):
     return weights
 
 
-def swapped_experts(weights: Weights) -> Weights:
+def swapped_experts(weights):
     """Experts 4 and 5 of layer 3, and of a multi-token prediction layer, under each other's names.
 
     In each other's places where all experts are one tensor.
@@ -78,7 +77,7 @@ def swapped_experts(weights: Weights) -> Weights:
         yield _SWAPPED.sub(lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
 
 
-def swapped_scales(weights: Weights) -> Weights:
+def swapped_scales(weights):
     """The scales of FP8 blocks of gate and up of one expert under each other's names."""
     gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.weight_scale_inv" for one in ("gate", "up"))
     names = {gate: up, up: gate}
@@ -86,7 +85,7 @@ def swapped_scales(weights: Weights) -> Weights:
         yield names.get(name, name), tensor
 
 
-def one_bit(weights: Weights) -> Weights:
+def one_bit(weights):
     """The lowest bit of one element of one tensor flipped."""
     for name, tensor in weights:
         if name == "model.layers.7.self_attn.k_proj.weight":
@@ -95,13 +94,13 @@ def one_bit(weights: Weights) -> Weights:
         yield name, tensor
 
 
-def half_written(weights: Weights) -> Weights:
+def half_written(weights):
     """A loader with a defect: it fills only the first half of every expert's down projection."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     original = FusedMoE._load_w2
 
-    def half(self: Any, *, expert_data: Tensor, loaded_weight: Tensor, **rest: Any) -> None:
+    def half(self, *, expert_data, loaded_weight, **rest):
         columns = expert_data.shape[1] // 2
         expert_data[:, :columns].copy_(loaded_weight[:, :columns])
 
@@ -110,7 +109,7 @@ def half_written(weights: Weights) -> Weights:
     FusedMoE._load_w2 = original
 
 
-def lost_and_exchanged(weights: Weights) -> Weights:
+def lost_and_exchanged(weights):
     """What LOST matches is missing; experts 4 and 5 of layer 3 are exchanged.
 
     In a multi-token prediction layer too, which also lacks its projection of both inputs.
@@ -119,7 +118,7 @@ def lost_and_exchanged(weights: Weights) -> Weights:
     return swapped_experts((name, tensor) for name, tensor in weights if not any(one.fullmatch(name) for one in lost))
 
 
-def lost_on_one_rank(weights: Weights) -> Weights:
+def lost_on_one_rank(weights):
     """As `lost_and_exchanged`, and rank 1 is not given what LOST_ON_RANK_1 matches."""
     rank = torch.distributed.get_rank()
     return lost_and_exchanged(
@@ -127,13 +126,13 @@ def lost_on_one_rank(weights: Weights) -> Weights:
     )
 
 
-def broken_feed(weights: Weights) -> Weights:
+def broken_feed(weights):
     """What our own code does when it has a defect."""
     yield next(weights)
     raise KeyError("a defect of ours")
 
 
-def without_draft_classes(weights: Weights) -> Weights:
+def without_draft_classes(weights):
     """An SGLang that has no draft class for this model, from now on."""
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -141,7 +140,7 @@ def without_draft_classes(weights: Weights) -> Weights:
     yield from weights
 
 
-ALTER: Mapping[str, Callable[[Weights], Weights]] = {
+ALTER = {
     one.__name__: one
     for one in (
         unaltered,
@@ -157,12 +156,12 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
 }
 
 
-def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int) -> dict[str, Tensor]:
+def online_int4(weights, ignore, group):
     """Packs as an online quantizer that goes by names: every `.weight` with two axes, unless a rule matches its name.
 
     Symmetric, scale = largest magnitude of the group / 7, codes stored + 8, eight a word, lowest bits first.
     """
-    result: dict[str, Tensor] = {}
+    result = {}
     for name, tensor in weights.items():
         ignored = any(re.match(rule[3:], name) if rule.startswith("re:") else name.startswith(rule) for rule in ignore)
         if not name.endswith(".weight") or tensor.dim() < 2 or ignored:
@@ -176,7 +175,7 @@ def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int
     return result
 
 
-def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
+def int4_config(ignore, group):
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
     return {
@@ -197,7 +196,7 @@ class Case:
     alter: str = "unaltered"
 
 
-def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+def written(root, name, release, tensors, **config):
     """An HF directory with these tensors, and the release's config with some values replaced."""
     path = root / name
     path.mkdir()
@@ -207,20 +206,20 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
 
 
 def run_cases(
-    cases: Mapping[str, Case],
-    root: Path,
+    cases,
+    root,
     *,
-    gpu: bool = False,
-    sizes: EngineSizes = ONE_RANK,
-    engine: EngineFacts = SGLANG,
-    start: Start | None = None,
-) -> dict[str, Answer[LoadReport]]:
+    gpu=False,
+    sizes=ONE_RANK,
+    engine=SGLANG,
+    start=None,
+):
     """What an engine made of every case, on the CPU unless `gpu`, in a process a rank.
 
     `start` starts such a process, with its log and the words behind `python -m`. After a crash new processes go on with
     the next.
     """
-    orders: dict[str, dict[str, Any]] = {}
+    orders = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
         job = LoadJob(
@@ -231,7 +230,7 @@ def run_cases(
             sizes=sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
-    runs: dict[str, Answer[LoadReport]] = {}
+    runs = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
         (root / "cases.json").write_text(json.dumps(list(left.values()), default=str))
         logs = [root / f"log-{rank}" for rank in range(sizes.ranks)]
@@ -258,35 +257,33 @@ Runs = Mapping[str, Answer[LoadReport]]
 Judged = Callable[[str], tuple[Any, Any, Any]]
 
 
-def reported(run: Answer[LoadReport]) -> LoadReport:
+def reported(run):
     assert run.report is not None, run
     return run.report
 
 
-def draft_of(run: Answer[LoadReport]) -> LoadReport | None:
+def draft_of(run):
     """What was seen of the draft model."""
     return run.report.draft_model if run.report else None
 
 
-def refusal(run: Answer[LoadReport]) -> str:
+def refusal(run):
     """The words in which an engine refused the model or its draft model; empty where it did not."""
     return run.failure.message if run.failure and run.failure.verdict else ""
 
 
-def answered(report: LoadReport) -> Answer[LoadReport]:
+def answered(report):
     return Answer({0: report}, {})
 
 
-def clean(run: Answer[LoadReport]) -> LoadReport:
+def clean(run):
     """The report of a run in which every tensor is where the engine keeps it."""
     report = reported(run)
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
     return report
 
 
-def checked(
-    case: Case, run: Answer[LoadReport], engine: EngineFacts = SGLANG
-) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+def checked(case, run, engine=SGLANG):
     """The CK5xx checks over a run of the witness that has been made already."""
     # The processes that load have none of the packages that checks need.
     from ckptkit.verify.core.check import all_checks
@@ -301,7 +298,7 @@ def checked(
     return {result.code: result for result in results}, findings, facts
 
 
-def main(alter: Mapping[str, Callable[[Weights], Weights]] = ALTER) -> None:
+def main(alter=ALTER):
     from ckptkit.verify.witnesses.loading.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):

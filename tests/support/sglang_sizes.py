@@ -1,21 +1,17 @@
 """Test models in sizes that groups and blocks of 128 and the tiles of SGLang's INT4 kernels divide."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from families import HF_CASES
-from families.case import Case
-from transformers import PretrainedConfig
 
-_SIZES: Mapping[str, Mapping[str, int]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ATTENTION, MLP = _SIZES["attention"], _SIZES["mlp"]
 _OF_16, _EXPERTS_OF_256 = _SIZES["heads_of_16"], {**ATTENTION, "intermediate_size": 256}
 _STATED_OF_16, _MIXERS = {**_OF_16, "head_dim": 16}, {**ATTENTION, **_SIZES["mixers"]}
 _STATED = ("llama-tied", "llama-biases", "qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-dense-between")
-OWN: Mapping[str, Mapping[str, int]] = {
+OWN = {
     **dict.fromkeys(("llama", "gemma3_text", "gemma3_text-v4"), _SIZES["heads_of_64"]),
     **dict.fromkeys(_STATED, _STATED_OF_16),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl-tied-as-released", "olmoe"), _OF_16),
@@ -26,11 +22,11 @@ OWN: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def widened(name: str) -> Case:
+def widened(name):
     """The test model with these sizes; those that its config does not have, or has as None, stay away."""
     case = HF_CASES[name]
 
-    def config() -> PretrainedConfig:
+    def config():
         whole = case.config()
         text = getattr(whole, "text_config", whole)
         for key, size in sizes_of(name, text).items():
@@ -41,6 +37,6 @@ def widened(name: str) -> Case:
     return replace(case, config=config)
 
 
-def sizes_of(name: str, text: Any) -> Mapping[str, int]:
+def sizes_of(name, text):
     attention = _SIZES["latent"] if hasattr(text, "kv_lora_rank") else OWN.get(name, ATTENTION)
     return {**MLP, **_SIZES["linear_attention"], **attention}

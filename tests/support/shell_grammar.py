@@ -2,12 +2,11 @@
 
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.shell.read import read_script
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.launch.words import UnresolvedWord
 from support.grammar import text_of
 
 # Commands whose result only running tells: where they end a script, we give what a trainer gets if they do not.
@@ -25,14 +24,14 @@ FILES = {
 }
 
 
-def script(number: int) -> str:
+def script(number):
     return text_of(Path(__file__).with_suffix(".txt"), number, {"statement": ":"})
 
 
 class Bash:
     """A directory with the files that the scripts use, in which bash runs them with a stand-in for Python."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.out, self.run, self.last = folder, folder / "out", folder / "run.sh", folder / "last"
         for name, text in FILES.items():
             (folder / name).write_text(text)
@@ -41,7 +40,7 @@ class Bash:
         (folder / "bin" / "python3").chmod(0o755)
         self.environment = {"HOME": "/home/me", "PATH": f"{folder}/bin:/usr/bin:/bin", "FUNCNEST": "15"}
 
-    def words(self, text: str) -> tuple[list[list[str]] | None, str, bytes]:
+    def words(self, text):
         """The words of each start of the trainer, the last command of the script, and what it said of errors.
 
         None for a script without an end.
@@ -67,7 +66,7 @@ class Bash:
         starts = self.out.read_bytes().decode(errors="replace").split("START\0")[1:]
         return [start.split("\0")[:-1] for start in starts], self.last.read_text(errors="replace"), done.stderr
 
-    def compared(self, text: str) -> str:
+    def compared(self, text):
         """`equal`, `unresolved`, `ended` or, where we say anything that bash does not, `differ: ...`."""
         wanted, last, errors = self.words(text)
         if wanted is None:
@@ -82,7 +81,7 @@ class Bash:
         return outcome
 
 
-def _judged(wanted: list[list[str]], read: LaunchText) -> str:
+def _judged(wanted, read):
     known = not any(isinstance(word, UnresolvedWord) for word in read.words)
     if not read.unresolved and known and wanted == [[word.text for word in read.words]]:
         return "equal"
@@ -91,7 +90,7 @@ def _judged(wanted: list[list[str]], read: LaunchText) -> str:
     return f"differ: bash gives {wanted}, not {[word.text for word in read.words]}"
 
 
-def _fits(words: Sequence[Word], wanted: Sequence[str]) -> bool:
+def _fits(words, wanted):
     """Whether these are the words, where one that is not known may be any number of words."""
     if not words:
         return not wanted

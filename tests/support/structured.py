@@ -5,8 +5,6 @@ that do not get sizes of their own. Norms, residual channels and rotary frequenc
 """
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +16,12 @@ LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB = 6, 256, 8, 4, 32, 192
 Tensors = dict[str, Tensor]
 
 
-def _sizes(count: int, spread: float, generator: torch.Generator) -> Tensor:
+def _sizes(count, spread, generator):
     return (spread * torch.randn(count, generator=generator)).exp()
 
 
-def _attention(layer: str, turned: Tensor, channels: Tensor, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    def plain(rows: int, columns: int) -> Tensor:
+def _attention(layer, turned, channels, random):
+    def plain(rows, columns):
         return torch.randn(rows, columns, generator=random) / 16
 
     pairs = turned * _sizes(GROUPS * HEAD // 2, 0.2, random).reshape(GROUPS, HEAD // 2)
@@ -37,7 +35,7 @@ def _attention(layer: str, turned: Tensor, channels: Tensor, random: torch.Gener
     yield f"{layer}self_attn.o_proj.weight", plain(HIDDEN, HEADS * HEAD) * answers * channels[:, None]
 
 
-def _experts(layer: str, channels: Tensor, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def _experts(layer, channels, random):
     shared = torch.randn(1, HIDDEN, generator=random)
     router = (shared + torch.randn(EXPERTS, HIDDEN, generator=random)) / 16
     yield f"{layer}block_sparse_moe.gate.weight", router * _sizes(EXPERTS, 0.4, random)[:, None]
@@ -49,7 +47,7 @@ def _experts(layer: str, channels: Tensor, random: torch.Generator) -> Iterator[
         yield f"{prefix}w2.weight", (down * sizes[:, None] * channels).T.contiguous()
 
 
-def structured(seed: int = 0) -> Tensors:
+def structured(seed=0):
     random = torch.Generator().manual_seed(seed)
     channels, attention, mlp = (_sizes(HIDDEN, spread, random) for spread in (0.2, 0.5, 0.5))
     turned = _sizes(HEAD // 2, 0.5, random)
@@ -64,7 +62,7 @@ def structured(seed: int = 0) -> Tensors:
     return {name: tensor.bfloat16() for name, tensor in found.items()}
 
 
-def unstructured(seed: int = 0) -> Tensors:
+def unstructured(seed=0):
     """The same shapes with random numbers, norms aside."""
     random = torch.Generator().manual_seed(seed)
     return {
@@ -73,7 +71,7 @@ def unstructured(seed: int = 0) -> Tensors:
     }
 
 
-def save(tensors: Tensors, path: Path, *, tokenizer: bool = False) -> Path:
+def save(tensors, path, *, tokenizer=False):
     path.mkdir(parents=True, exist_ok=True)
     MixtralConfig(
         architectures=["MixtralForCausalLM"],

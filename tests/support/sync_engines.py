@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,23 +20,23 @@ LAYERS, HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, INTER, VOCAB = 3, 8, 4, 2, 4, 4, 8
 Answer = Callable[[str, Mapping[str, Any]], tuple[int, Mapping[str, Any]]]
 
 
-def digest(tensor: Tensor) -> str:
+def digest(tensor):
     """As SGLang's on a CPU: of the bytes in row-major order."""
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 @contextmanager
-def served(answer: Answer) -> Iterator[str]:
+def served(answer):
     """The address of a server; `answer` gives status and JSON for a path and a request's JSON."""
 
     class Handler(SilentHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self):  # noqa: N802
             self._reply({})
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self):  # noqa: N802
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-        def _reply(self, body: Mapping[str, Any]) -> None:
+        def _reply(self, body):
             status, found = answer(self.path.strip("/"), {**body, "headers": dict(self.headers)})
             self.answer(status, json.dumps(found).encode())
 
@@ -44,11 +44,11 @@ def served(answer: Answer) -> Iterator[str]:
         yield address
 
 
-def weights(seed: int, layers: int = LAYERS) -> dict[str, Tensor]:
+def weights(seed, layers=LAYERS):
     """A Qwen3-MoE under HF names in BF16; its first layer is dense."""
     random = torch.Generator().manual_seed(seed)
 
-    def made(*shape: int) -> Tensor:
+    def made(*shape):
         return torch.randn(shape, generator=random).bfloat16()
 
     found = {"model.embed_tokens.weight": made(VOCAB, HIDDEN)}
@@ -72,25 +72,25 @@ def weights(seed: int, layers: int = LAYERS) -> dict[str, Tensor]:
 class FakeEngine:
     """Holds what it was given last under each name, and shows it as ranks of SGLang 0.5.16 keep it."""
 
-    def __init__(self, tp: int = 1, ep: int = 1, **changes: Any) -> None:
+    def __init__(self, tp=1, ep=1, **changes):
         self.tp, self.ep, self.version = tp, ep, "default"
         self.held: dict[str, Tensor] = {}
         self.asked: list[str] = []
         self.info: dict[str, Any] = {"tp_size": tp, "ep_size": ep, "version": "0.5.16", "quantization": None, **changes}
 
-    def load(self, given: Mapping[str, Tensor], version: object) -> None:
+    def load(self, given, version):
         self.held |= given
         self.version = str(version)
 
-    def rank(self, rank: int) -> dict[str, Tensor]:
-        def rows(tensor: Tensor, size: int, index: int) -> Tensor:
+    def rank(self, rank):
+        def rows(tensor, size, index):
             each = tensor.shape[0] // size
             return tensor[index * each : (index + 1) * each]
 
-        def columns(tensor: Tensor, size: int, index: int) -> Tensor:
+        def columns(tensor, size, index):
             return rows(tensor.T, size, index).T
 
-        def padded(tensor: Tensor) -> Tensor:
+        def padded(tensor):
             return torch.cat([tensor, torch.zeros(128 - VOCAB, HIDDEN, dtype=tensor.dtype)])
 
         held, tp = self.held, self.tp
@@ -123,10 +123,10 @@ class FakeEngine:
             found[f"{base}.mlp.experts.w2_weight"] = torch.stack(second)
         return found
 
-    def checksums(self, rank: int) -> dict[str, str]:
+    def checksums(self, rank):
         return {name: digest(tensor) for name, tensor in self.rank(rank).items()}
 
-    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    def answer(self, path, body):
         """What SGLang 0.5.16's `entrypoints/http_server.py` answers."""
         self.asked.append(path)
         if path == "server_info":
@@ -152,13 +152,13 @@ class FakeVllm(FakeEngine):
     Without `checker` it answers as 0.31 and older do, by a worker extension, unless it has no `reader` either.
     """
 
-    def __init__(self, tp: int = 1, pp: int = 1, *, checker: bool = True, reader: bool = True, **changes: Any) -> None:
+    def __init__(self, tp=1, pp=1, *, checker=True, reader=True, **changes):
         super().__init__(tp)
         self.pp, self.checker, self.reader = pp, checker, reader
         sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **changes}
         self.info = {"vllm_config": {"parallel_config": sizes, "model_config": {"quantization": None}}}
 
-    def stage(self, stage: int, rank: int) -> dict[str, Tensor]:
+    def stage(self, stage, rank):
         """The parameters of a rank of a stage: the first has the first layer and the embeddings, the last the rest."""
         found = self.rank(rank)
         early = ("model.embed_tokens.", "model.layers.0.")
@@ -168,7 +168,7 @@ class FakeVllm(FakeEngine):
             if self.pp == 1 or name.startswith(early) == (stage == 0)
         }
 
-    def workers(self, digest: Callable[[Tensor], str]) -> list[dict[str, str]]:
+    def workers(self, digest):
         """What vLLM's `compute_weight_checksums` gives, of each worker, or `WeightReader`."""
         return [
             {f"dp0:pp{stage}:pcp0:tp{rank}:{name}": digest(one) for name, one in self.stage(stage, rank).items()}
@@ -176,12 +176,12 @@ class FakeVllm(FakeEngine):
             for rank in range(self.tp)
         ]
 
-    def rpc(self, method: str) -> list[dict[str, Any]]:
+    def rpc(self, method):
         """As `collective_rpc` of an engine that is no server."""
         self.asked.append(method)
         return [self.info["vllm_config"]] if method == "ckptkit_setup" else self.workers(mixed)
 
-    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    def answer(self, path, body):
         self.asked.append(path)
         match path:
             case "server_info?config_format=json":
@@ -200,12 +200,12 @@ class FakeVllm(FakeEngine):
                 return 404, {"detail": "Not Found"}
 
 
-def sha256(tensor: Tensor) -> str:
+def sha256(tensor):
     """As vLLM computes it."""
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def mixed(tensor: Tensor) -> str:
+def mixed(tensor):
     """As ckptkit's worker extension computes it: splitmix64 of each word of 8 bytes with its place, summed."""
     found = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     size, mask, total = len(found), (1 << 64) - 1, len(found)

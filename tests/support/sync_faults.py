@@ -5,17 +5,14 @@ A run is a list of `Update`s: two sound ones, then each fault that touches the m
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptkit import CkptkitError
-from ckptkit.hooks import WeightSyncCheck
 from support import models
 
 LAYER, NEXT = 3, 4
@@ -38,32 +35,32 @@ class Fault:
     again: bool = False
     unrecorded: bool = False
 
-    def touches(self, tensors: Weights) -> bool:
+    def touches(self, tensors):
         return any(pair is None or pair[0] != name or pair[1] is not one for name, one, pair in self._changed(tensors))
 
-    def arrived(self, sent: Weights) -> dict[str, Tensor]:
+    def arrived(self, sent):
         return dict(pair for _, _, pair in self._changed(sent) if pair is not None)
 
-    def _changed(self, tensors: Weights) -> Iterator[tuple[str, Tensor, Pair | None]]:
+    def _changed(self, tensors):
         return ((name, one, self.change(name, one)) for name, one in tensors.items())
 
 
-def dropping(pattern: str) -> Change:
+def dropping(pattern):
     return lambda name, tensor: None if re.search(pattern, name) else (name, tensor)
 
 
-def exchanging(pattern: str, one: str, other: str) -> Change:
+def exchanging(pattern, one, other):
     """Exchanges two parts of the names that the pattern finds."""
     names = {one: other, other: one}
 
-    def change(name: str, tensor: Tensor) -> Pair | None:
+    def change(name, tensor):
         moved = re.sub(f"{re.escape(one)}|{re.escape(other)}", lambda part: names[part[0]], name)
         return moved if re.search(pattern, name) else name, tensor
 
     return change
 
 
-def altering(pattern: str, alter: Callable[[Tensor], Tensor]) -> Change:
+def altering(pattern, alter):
     return lambda name, tensor: (name, alter(tensor) if re.search(pattern, name) else tensor)
 
 
@@ -74,7 +71,7 @@ _EXPERTS = rf"{_EXPERT}\.(routed_experts\.)?w"
 _BIAS = r"mlp\.gate\.e_score"
 _OUTPUT = r"self_attn\.o_proj\.weight"
 
-FAULTS: Mapping[str, Fault] = {
+FAULTS = {
     "a bucket dropped": Fault(dropping(rf"layers\.{NEXT}\."), rf"layers\.{NEXT}\."),
     "up without gate": Fault(
         dropping(rf"{_HERE}mlp\.(experts\.2\.)?gate_proj\.weight$"), rf"{_HERE}mlp\.(gate_up_proj|experts\.(\w+\.)?w13)"
@@ -110,7 +107,7 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 
-def faults_of(tensors: Weights) -> dict[str, Fault]:
+def faults_of(tensors):
     """Those that touch a model of these tensors."""
     return {name: fault for name, fault in FAULTS.items() if fault.touches(tensors)}
 
@@ -123,16 +120,16 @@ class Update:
     version: int
     fault: Fault | None = None
 
-    def recorded(self, tensors: Weights) -> dict[str, Tensor]:
+    def recorded(self, tensors):
         whole = weights(tensors, self.version)
         return self.fault.arrived(whole) if self.fault and self.fault.unrecorded else whole
 
-    def arrived(self, tensors: Weights) -> dict[str, Tensor]:
+    def arrived(self, tensors):
         whole = weights(tensors, self.version)
         return self.fault.arrived(whole) if self.fault else whole
 
 
-def updates(tensors: Weights) -> Iterator[Update]:
+def updates(tensors):
     """Two sound updates, the second once more, and each fault with a sound one after it."""
     yield from (Update("1", 1), Update("2", 2), Update("2 again", 2))
     version = 2
@@ -143,19 +140,19 @@ def updates(tensors: Weights) -> Iterator[Update]:
         yield Update(f"after {name}", version)
 
 
-def weights(tensors: Weights, version: int) -> dict[str, Tensor]:
+def weights(tensors, version):
     """What a trainer holds after this many steps; packed words change their places."""
     return {name: _stepped(name, one, version) for name, one in tensors.items()}
 
 
-def _stepped(name: str, one: Tensor, version: int) -> Tensor:
+def _stepped(name, one, version):
     if one.is_floating_point():
         return (one.float() * (1 + version / 64)).to(one.dtype)
     return one if name.endswith("weight_shape") else one.roll(version, 0)
 
 
 @cache
-def tensors_of(path: Path) -> dict[str, Tensor]:
+def tensors_of(path):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: one.to(device) for name, one in models.tensors(path).items()}
 
@@ -163,7 +160,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 Deliver = Callable[[Weights, int], None]
 
 
-def outcome(check: WeightSyncCheck, version: int | None = None) -> dict[str, Any]:
+def outcome(check, version=None):
     """What the check says of the update that just ended."""
     try:
         result = check.after_update(version)
@@ -173,9 +170,7 @@ def outcome(check: WeightSyncCheck, version: int | None = None) -> dict[str, Any
     return {"raised": "", **asdict(result)}
 
 
-def checked(
-    check: WeightSyncCheck, tensors: Weights, deliver: Deliver, *, versions: bool = False
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def checked(check, tensors, deliver, *, versions=False):
     """Does every update, and yields what the check says of each. `versions`: the engine is given a number each time."""
     for number, update in enumerate(updates(tensors), 1):
         deliver(update.arrived(tensors), number)
@@ -184,14 +179,14 @@ def checked(
         yield update.step, outcome(check, number if versions else None)
 
 
-def lost(check: WeightSyncCheck) -> dict[str, Any]:
+def lost(check):
     try:
         return {"raised": "", "compared": check.after_resume()}
     except CkptkitError as error:
         return {"raised": error.message, "details": list(error.details)}
 
 
-def mistakes(found: Mapping[str, Any], tensors: Weights) -> list[str]:
+def mistakes(found, tensors):
     """The steps of one model that did not end as they must, with what was said."""
     wrong = []
     for update in updates(tensors):

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,18 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import torch
-from torch import Tensor
 
 from ckptkit.hooks import WeightSyncCheck
 from ckptkit.verify.weight_sync.messages import waiting
 from support.processes import run_logged
-from support.sync_faults import SLEEP, Weights, checked, lost, outcome, tensors_of, weights
+from support.sync_faults import SLEEP, checked, lost, outcome, tensors_of, weights
 
 BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 INT4 = "int4"  # its experts are repacked, and opened again for each update
 Steps = Iterator[tuple[str, Any]]
 
 
-def run(root: Path, tp: int) -> tuple[dict[str, Any], str]:
+def run(root, tp):
     """Results by step, as far as it came, and the end of the logs."""
     run_logged(root / "log", "support.sync_servers", root, tp, gpu=True)
     reports = root / "reports.jsonl"
@@ -41,16 +40,16 @@ def run(root: Path, tp: int) -> tuple[dict[str, Any], str]:
 
 
 class Server:
-    def __init__(self, url: str, tp: int) -> None:
+    def __init__(self, url, tp):
         self.url, self._tp = url, tp
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+    def ask(self, path, body=None):
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310 - our server
         with waiting(f"{self.url}/{path}"), urlopen(request, timeout=300) as answer:  # noqa: S310
             answer.read()
 
-    def send(self, pairs: Sequence[tuple[str, Tensor]], version: object, loader: str | None = None) -> None:
+    def send(self, pairs, version, loader=None):
         from sglang.srt.utils import MultiprocessingSerializer
 
         handles = [MultiprocessingSerializer.serialize(list(pairs), output_str=True) for _ in range(self._tp)]
@@ -60,7 +59,7 @@ class Server:
 
 
 @contextmanager
-def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
+def started(model, tp, log, *options):
     """A server of this directory; not yet ready to answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -83,7 +82,7 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
         process.wait()
 
 
-def wait(server: Server, seconds: float = 200) -> None:
+def wait(server, seconds=200):
     end = time.monotonic() + seconds
     with waiting(f"{server.url} to start"):
         while True:
@@ -95,9 +94,9 @@ def wait(server: Server, seconds: float = 200) -> None:
                 time.sleep(1)
 
 
-def buckets(pairs: Sequence[tuple[str, Tensor]], cuts_layers: bool) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(pairs, cuts_layers):
     """At least 64 tensors each, with whole layers, as trainers send them; or 64 each, which cuts layers."""
-    bucket: list[tuple[str, Tensor]] = []
+    bucket = []
     for pair in pairs:
         same_layer = bucket and pair[0].split(".")[:3] == bucket[-1][0].split(".")[:3]
         if len(bucket) >= 64 and (cuts_layers or not same_layer):
@@ -110,11 +109,11 @@ def buckets(pairs: Sequence[tuple[str, Tensor]], cuts_layers: bool) -> Iterator[
 class Sender:
     """A trainer of one model, and the check of what its servers were sent."""
 
-    def __init__(self, path: Path, servers: Sequence[Server]) -> None:
+    def __init__(self, path, servers):
         self.name, self.servers, self.tensors = path.name, servers, tensors_of(path)
         self.check = WeightSyncCheck([server.url for server in servers])
 
-    def deliver(self, sent: Weights, version: int, *, cuts_layers: bool = False) -> None:
+    def deliver(self, sent, version, *, cuts_layers=False):
         for server in self.servers:
             if not sent:  # nothing was applied, and yet the version counts on
                 server.ask("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -126,7 +125,7 @@ class Sender:
             if self.name == INT4:
                 server.send([], version, END)
 
-    def update(self, version: int, *, as_version: int | None = None, cuts_layers: bool = False) -> dict[str, Any]:
+    def update(self, version, *, as_version=None, cuts_layers=False):
         sent = weights(self.tensors, version)
         began = time.perf_counter()
         self.deliver(sent, version if as_version is None else as_version, cuts_layers=cuts_layers)
@@ -135,14 +134,14 @@ class Sender:
             self.check.record(name, tensor)
         return {**outcome(self.check, version), "update_seconds": took}
 
-    def sleep(self) -> None:
+    def sleep(self):
         """Memory of weights is given back and taken again, as between a rollout and the next."""
         for server in self.servers:
             for request in ("release_memory_occupation", "resume_memory_occupation"):
                 server.ask(request, {"tags": ["weights"]})
 
 
-def of_model(path: Path, servers: Sequence[Server]) -> Steps:
+def of_model(path, servers):
     """Good updates of the engines of one model, and every way to spoil one."""
     sender, name = Sender(path, servers), path.name
     for step, said in checked(sender.check, sender.tensors, sender.deliver, versions=True):
@@ -162,7 +161,7 @@ def of_model(path: Path, servers: Sequence[Server]) -> Steps:
         yield f"{name}: last engine missed it", sender.update(102)
 
 
-def steps(root: Path, tp: int) -> Steps:
+def steps(root, tp):
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     monkey_patch_torch_reductions()  # as trainers do, so that handles name a GPU by its UUID
@@ -183,7 +182,7 @@ def steps(root: Path, tp: int) -> Steps:
             yield from of_model(path, servers[name])
 
 
-def main() -> None:
+def main():
     root, tp = Path(sys.argv[1]), int(sys.argv[2])
     began = time.monotonic()
     with (root / "reports.jsonl").open("w") as reports:

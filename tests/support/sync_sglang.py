@@ -6,11 +6,9 @@ says, and writes OUT/NAME-RANK.json: a list of what the checker answers after ea
 
 import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -26,7 +24,7 @@ from support.sync_faults import tensors_of, updates
 SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
 
 
-def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list[dict[str, Any]]]]:
+def checksums(root, tp, paths):
     """By the model's directory and update: what each rank answers."""
     root.mkdir()
     assert ran("sglang", root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
@@ -36,16 +34,16 @@ def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list
     return {name: [list(state) for state in zip(*found, strict=True)] for name, found in ranks.items()}
 
 
-def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
+def _answers(path, out, tp, rank):
     import msgspec
     from sglang.srt.managers.io_struct import ChecksumInfo, CheckWeightsReqOutput
     from sglang.srt.utils import weight_checker
 
-    def loading(model: Any, weights: Any, device: torch.device) -> None:
+    def loading(model, weights, device):
         model.load_weights(weights)
 
     wanted = ModelBuild(path, out, sizes=EngineSizes(tp), rank=rank)
-    model: Any = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
+    model = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
     newer = release("sglang") >= (0, 5, 23)
@@ -66,13 +64,13 @@ def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     return found
 
 
-def _rank(tp: int, out: Path, paths: Sequence[Path], rank: int) -> None:
+def _rank(tp, out, paths, rank):
     torch.cuda.synchronize = lambda device=None: None
     for path in paths:
         (out / f"{path.name}-{rank}.json").write_text(json.dumps(_answers(path, out, tp, rank)))
 
 
-def main() -> None:
+def main():
     import sglang.srt.models.qwen3_moe  # noqa: F401 - once, before the ranks are forked
 
     from ckptkit.verify.weight_sync.sglang import sglang_digest

@@ -7,7 +7,7 @@ its own, which the trainer's tied embeddings are. `outcomes` starts this, a proc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from ckptkit.hooks import WeightSyncCheck
 from support.processes import run_logged
-from support.sync_faults import LAYER, SLEEP, Weights, checked, lost, outcome, tensors_of, weights
+from support.sync_faults import LAYER, SLEEP, checked, lost, outcome, tensors_of, weights
 from support.vllm_logits import ON_GPU, SETTINGS
 
 HEAD = "lm_head.weight"
@@ -26,12 +26,10 @@ EVERY_WAY = ("load_by_layer", "load_plainly")
 Steps = Iterator[tuple[str, dict[str, Any]]]
 
 
-def outcomes(
-    root: Path, stages: int, paths: Sequence[Path], *, program: str, gpu: bool = False
-) -> dict[str, dict[str, Any]]:
+def outcomes(root, stages, paths, *, program, gpu=False):
     """What each check said, by model and step, as far as it came, with vLLM in the Python `program`."""
 
-    def run(path: Path) -> dict[str, dict[str, Any]]:
+    def run(path):
         out, log = root / f"{path.name}.out", root / f"{path.name}.log"
         out.touch()
         ended = run_logged(log, "support.sync_vllm", out, stages, path, gpu=gpu, limit_s=800, program=program)
@@ -43,12 +41,12 @@ def outcomes(
         return {step: said for found in pool.map(run, paths) for step, said in found.items()}
 
 
-def ways(path: Path) -> Sequence[str]:
+def ways(path):
     return WAYS.get(path.name, EVERY_WAY)
 
 
 class Engine:
-    def __init__(self, path: Path, stages: int) -> None:
+    def __init__(self, path, stages):
         import vllm
 
         on_gpu = {**ON_GPU, "enable_sleep_mode": stages == 1} if torch.cuda.is_available() else {}
@@ -69,13 +67,13 @@ class Engine:
         )
         self.renew()
 
-    def renew(self) -> None:
+    def renew(self):
         self.check = WeightSyncCheck(self.llm.collective_rpc, program="vllm")
 
-    def deliver(self, way: str, sent: Weights) -> None:
+    def deliver(self, way, sent):
         self.llm.collective_rpc(way, args=(list(sent.items()),))
 
-    def update(self, sent: Weights, *, spoilt: bool = False) -> dict[str, Any]:
+    def update(self, sent, *, spoilt=False):
         """One whole update, `spoilt` by a layout that is made once too often."""
         for name, tensor in sent.items():
             self.check.record(name, tensor)
@@ -85,7 +83,7 @@ class Engine:
             self.llm.collective_rpc("exchange", args=(f"{experts}.w13_weight",))
         return outcome(self.check)
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level):
         """On the CPU, where vLLM does not sleep, the parameters are overwritten, as level 2 leaves them."""
         if torch.cuda.is_available():
             self.llm.sleep(level=level)
@@ -94,7 +92,7 @@ class Engine:
             self.llm.collective_rpc("lose")
 
 
-def of_one_rank(engine: Engine) -> Steps:
+def of_one_rank(engine):
     """Sound updates, then each fault with a sound one after it, in every way; between them, what sleep leaves."""
     tensors = tensors_of(engine.path)
     first, *others = ways(engine.path)
@@ -112,13 +110,13 @@ def of_one_rank(engine: Engine) -> Steps:
         yield from in_one_way(engine, way)
 
 
-def in_one_way(engine: Engine, way: str) -> Steps:
+def in_one_way(engine, way):
     engine.renew()
     for step, said in checked(engine.check, tensors_of(engine.path), lambda sent, number: engine.deliver(way, sent)):
         yield f"{way}: {step}", said
 
 
-def of_stages(engine: Engine) -> Steps:
+def of_stages(engine):
     """A trainer whose tied embeddings have one name, and then both."""
     tensors = tensors_of(engine.path)
     one_name = {name: one for name, one in tensors.items() if name != HEAD}
@@ -128,9 +126,9 @@ def of_stages(engine: Engine) -> Steps:
     yield "one name", engine.update(weights(one_name, 2))
 
 
-def main() -> None:
+def main():
     os.environ.update(SETTINGS)
-    sys.modules["deep_gemm"] = None  # type: ignore[assignment]
+    sys.modules["deep_gemm"] = None
     import vllm.model_executor.models.registry as registry
 
     registry._run_in_subprocess = lambda function: function()

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ckptkit.formats.hf.reader import INDEX
 from support import models
@@ -20,7 +18,7 @@ NAMES = {
 }
 
 
-def with_head(release: Path, path: Path, name: str, change: Tensor | None = None) -> Path:
+def with_head(release, path, name, change=None):
     """A copy of a release whose first shard also holds the output layer: the embedding again, or `change`."""
     head, embedding = NAMES[name]
     shutil.copytree(release, path)
@@ -28,7 +26,7 @@ def with_head(release: Path, path: Path, name: str, change: Tensor | None = None
     return path
 
 
-def add(path: Path, name: str, tensor: Tensor) -> None:
+def add(path, name, tensor):
     file = sorted(path.glob("*.safetensors"))[0]
     save_file(load_file(file) | {name: tensor}, file, metadata={"format": "pt"})
     if (path / INDEX).exists():
@@ -38,7 +36,7 @@ def add(path: Path, name: str, tensor: Tensor) -> None:
         (path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def one_bit_off(tensor: Tensor) -> Tensor:
+def one_bit_off(tensor):
     """The tensor with the lowest bit of one element turned."""
     other = tensor.clone()
     other.view(torch.int16)[7, 5] ^= 1

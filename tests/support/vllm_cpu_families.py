@@ -2,16 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 # Sizes of a head that its kernels have. Several of its classes take the hidden size divided by the heads.
 _FOUR_HEADS, _OF_32 = {"num_attention_heads": 4}, {"head_dim": 32}
-SIZES: Mapping[str, Mapping[str, Any]] = {
+SIZES = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-dense-between"), _FOUR_HEADS),
     **dict.fromkeys(("mimo", "mimo-tied-two-layers"), _FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3", "gemma3_text", "gemma3_text-v4", "phi3-tied-window"), _OF_32),
@@ -38,7 +34,7 @@ COMPUTED = (
 )
 # The config classes that come with these releases, as code, and what they state that no config.json does.
 _OF_LING = {"embedding_dropout": 0.0, "use_rmsnorm": True}
-CODE: Mapping[str, Mapping[str, Any]] = {
+CODE = {
     "mimo": {},
     "mimo-tied-two-layers": {},
     "bailing_moe": _OF_LING,
@@ -51,14 +47,14 @@ class Config(PretrainedConfig):
 {body}"""
 
 
-def _without_bias(model: PreTrainedModel) -> None:
+def _without_bias(model):
     """Experts are chosen by their softmax scores: its routing on the CPU reads a bias of grouped experts alone."""
     for name, parameter in model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             parameter.data.zero_()
 
 
-def _without_mscale(model: PreTrainedModel) -> None:
+def _without_mscale(model):
     """YaRN's own factor of cosines and sines, since its YaRN does not read `mscale` and `mscale_all_dim`."""
     for module in model.modules():
         if type(module).__name__ == "Ministral3RotaryEmbedding":
@@ -66,13 +62,13 @@ def _without_mscale(model: PreTrainedModel) -> None:
 
 
 # What it leaves out, and what makes transformers' model leave it out too.
-WITHOUT: Mapping[str, tuple[str, Callable[[PreTrainedModel], None]]] = {
+WITHOUT = {
     "ernie4_5_moe": ("the router's bias", _without_bias),
     **dict.fromkeys(("ministral3", "ministral3-tied", "mistral3"), ("YaRN's mscale", _without_mscale)),
 }
 
 
-def write_code(name: str, path: Path) -> None:
+def write_code(name, path):
     """Writes the config class of the release beside config.json, where the release comes with one."""
     if name not in CODE:
         return
@@ -83,7 +79,7 @@ def write_code(name: str, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Config"}}))
 
 
-def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+def in_float32(model):
     """Gemma's scale of embeddings too, which transformers rounds to bfloat16 with the weights."""
     for module in model.float().modules():
         if (scale := getattr(module, "scalar_embed_scale", None)) is not None:

@@ -4,14 +4,12 @@ Each is a name of ALTER. A fault of a step replaces a function of vLLM until `re
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from support.sglang_runs import Weights
 
@@ -22,30 +20,30 @@ ROUTER = "model.layers.2.mlp.gate.weight"
 _PATCHES = ExitStack()
 
 
-def restored(alter: Alter) -> Alter:
+def restored(alter):
     """The same after all faults before it are undone."""
 
-    def altered(weights: Weights) -> Weights:
+    def altered(weights):
         _PATCHES.close()
         return alter(weights)
 
     return altered
 
 
-def _halved(pattern: str) -> Alter:
-    def alter(weights: Weights) -> Weights:
+def _halved(pattern):
+    def alter(weights):
         for name, tensor in weights:
             yield name, tensor / 2 if re.fullmatch(pattern, name) else tensor
 
     return alter
 
 
-def router_zeroed(weights: Weights) -> Weights:
+def router_zeroed(weights):
     for name, tensor in weights:
         yield name, torch.zeros_like(tensor) if name == ROUTER else tensor
 
 
-def experts_exchanged(weights: Weights) -> Weights:
+def experts_exchanged(weights):
     """Experts 3 and 4 of layer 2 under each other's names."""
     other = EXPERT.replace(".3.", ".4.")
     for name, tensor in weights:
@@ -53,7 +51,7 @@ def experts_exchanged(weights: Weights) -> Weights:
         yield first if first != name else name.replace(other, EXPERT), tensor
 
 
-FEED: Mapping[str, Alter] = {
+FEED = {
     "experts 3 and 4 exchanged": experts_exchanged,
     "a scale of an expert halved": _halved(re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?"),
     "a scale halved": _halved(re.escape(LINEAR) + r"weight_scale(_inv)?"),
@@ -67,15 +65,15 @@ _EXPERTS = _LAYERS + "fused_moe.oracle.int_wna16"
 _DEEP_GEMM = "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm"
 
 
-def _with(change: Callable[[Any], Any], *places: tuple[str, str]) -> Alter:
+def _with(change, *places):
     """Changes what functions of vLLM return while weights are repacked; `places`: modules and names in them."""
 
-    def alter(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def alter(weights):
         yield from weights
         for module, name in places:
             original = getattr(import_module(module), name)
 
-            def changed(*words: Any, original: Callable[..., Any] = original, **options: Any) -> Any:
+            def changed(*words, original=original, **options):
                 return change(original(*words, **options))
 
             _PATCHES.enter_context(patch.object(import_module(module), name, changed))
@@ -83,24 +81,24 @@ def _with(change: Callable[[Any], Any], *places: tuple[str, str]) -> Alter:
     return alter
 
 
-def _last_row_lost(found: Tensor) -> Tensor:
+def _last_row_lost(found):
     found = found.clone()
     found[..., -1, :] = 0
     return found
 
 
-def _of_first_expert_lost(found: Tensor) -> Tensor:
+def _of_first_expert_lost(found):
     found = found.clone()
     found[0, -1] = 0
     return found
 
 
-def _reversed_heads(weight: Tensor) -> Tensor:
+def _reversed_heads(weight):
     return weight.reshape(4, -1, weight.shape[-1]).flip(0).reshape(weight.shape)
 
 
 # What each changes, by a part of the parameter's name.
-STEPS: Mapping[str, tuple[Alter, str]] = {
+STEPS = {
     "words of a Marlin layer lost": (_with(_last_row_lost, (_OPS, "gptq_marlin_repack")), ".weight_packed"),
     "words of a Machete layer lost": (_with(_last_row_lost, (_OPS, "machete_prepack_B")), ".weight_packed"),
     "words of an expert lost": (_with(_of_first_expert_lost, (_OPS, "gptq_marlin_moe_repack")), "_weight_packed[0]"),
@@ -123,9 +121,9 @@ STEPS: Mapping[str, tuple[Alter, str]] = {
         ".W_U",
     ),
 }
-ALTER: Mapping[str, Alter] = {**FEED, **{name: alter for name, (alter, _) in STEPS.items()}}
+ALTER = {**FEED, **{name: alter for name, (alter, _) in STEPS.items()}}
 # In which checkpoints of `vllm_formats` each can be planted.
-PLANTED: Mapping[str, tuple[str, ...]] = {
+PLANTED = {
     "experts 3 and 4 exchanged": ("moe, BF16", "moe, groups of 32", "moe, FP8", "mla, groups of 128"),
     "a scale of an expert halved": ("moe, groups of 32", "moe, groups of 128 with zero points", "mla, FP8"),
     "a scale halved": ("dense, groups of 32", "dense, rows", "dense, FP8", "mla, groups of 64"),

@@ -2,32 +2,29 @@
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from families import CASES
 from families.case import save
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from support import engine_models
 from support.engine_models import model_of
-from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, fp8_config, int4, write
+from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, write
 
-SIZES: dict[str, Any] = engine_models.SIZES | {
+SIZES = engine_models.SIZES | {
     "vocab_size": 512,
     "num_hidden_layers": 4,
     "max_position_embeddings": 256,
 }
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 # Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.
-ODD: dict[str, Any] = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}
+ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}
 _MOE = {**SIZES, **EXPERTS, "head_dim": 64, "num_experts": 8, "norm_topk_prob": True}
 _GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 128}
-MODELS: Mapping[str, engine_models.Model] = {
+MODELS = {
     "dense": model_of("qwen3-untied", Qwen3Config, SIZES, head_dim=64),
     "biases": model_of("qwen2-untied", Qwen2Config, SIZES),
     "moe": model_of("qwen3_moe", Qwen3MoeConfig, _MOE),
@@ -38,7 +35,7 @@ MODELS: Mapping[str, engine_models.Model] = {
 }
 _QUANTIZED = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 _KEPT = ["lm_head", r"re:.*\.mlp\.gate$"]
-_GROUPS: Mapping[str, Mapping[str, Any]] = {
+_GROUPS = {
     "groups of 32": {"strategy": "group", "group_size": 32},
     "groups of 64": {"strategy": "group", "group_size": 64},
     "groups of 128": {"strategy": "group", "group_size": 128},
@@ -51,7 +48,7 @@ FORMATS = ("BF16", *SYMMETRIC, *ZERO_POINTS, FP8)
 ROWS = ("rows", "rows with zero points")
 
 
-def labels(models: Iterable[str], forms: Iterable[str] = FORMATS) -> list[str]:
+def labels(models, forms=FORMATS):
     return [f"{model}, {form}" for model in models for form in forms]
 
 
@@ -72,7 +69,7 @@ CLEAN = [
 NO_GROUPS = "'>' not supported between instances of 'NoneType' and 'int'"  # what vLLM 0.26 says of REFUSED
 
 
-def write_all(root: Path, wanted: Iterable[str], meant: Path | None = None) -> Iterator[tuple[str, Path]]:
+def write_all(root, wanted, meant=None):
     """Makes the checkpoints of these labels, and gives each with its path.
 
     `meant` gets, under the same names, plain ones with the weights that these stand for.
@@ -95,14 +92,14 @@ def write_all(root: Path, wanted: Iterable[str], meant: Path | None = None) -> I
         yield label, target
 
 
-def _int4(form: str) -> tuple[Quantizer, Edit]:
+def _int4(form):
     """Packed by compressed-tensors itself."""
     arguments = {**_GROUPS[form.removesuffix(" with zero points")], "symmetric": form in SYMMETRIC}
     stated = compressed_config("pack-quantized", **arguments) | {"ignore": _KEPT}
     return int4(**arguments), lambda config: config | {"quantization_config": stated}
 
 
-def _fp8(config: PretrainedConfig) -> tuple[Quantizer, Edit]:
+def _fp8(config):
     """Blocks of 128 x 128; vLLM makes the routers of Qwen3-MoE FP8 that are not named."""
     kept = [f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers)]
     stated = fp8_config((128, 128), ["lm_head", *kept])

@@ -27,23 +27,23 @@ class Updated(WeightReader):
 
     device: Any
 
-    def load_plainly(self, pairs: Pairs) -> None:
+    def load_plainly(self, pairs):
         """As verl and NeMo-RL do: the model's own method, a bucket at a time."""
         self.model_runner.get_model().load_weights((name, one.to(self.device)) for name, one in pairs)
 
-    def load_by_layer(self, pairs: Pairs) -> None:
+    def load_by_layer(self, pairs):
         """As SkyRL, prime-rl and vLLM's transfer engines do: layerwise reload, over memory that was not set."""
         self.model_runner.reload_weights(weights_iterator=((name, one.to(self.device)) for name, one in pairs))
 
-    def exchange(self, name: str) -> None:
+    def exchange(self, name):
         """Exchanges the halves of a parameter, as a kernel's layout made once too often does with gate and up."""
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.copy_(parameter.data.roll(parameter.shape[-2] // 2, -2))
 
-    def lose(self) -> None:
+    def lose(self):
         """What sleep level 2 leaves of every parameter: memory that was given to others."""
         for parameter in self.model_runner.get_model().parameters():
             parameter.data.zero_()
 
-    def held(self, name: str) -> Any:
+    def held(self, name):
         return self.model_runner.get_model().get_parameter(name).detach().clone()

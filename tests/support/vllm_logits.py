@@ -32,7 +32,7 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 # The size of the cache is given, so that vLLM measures nothing: other processes may use the GPU meanwhile.
-ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+ON_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 _ALL = -1  # as many log-probabilities as the vocabulary has
 Answer = Tensor | str  # log-probabilities, or what vLLM raised
 
@@ -46,14 +46,14 @@ class Asked:
 
 
 def answers(
-    models: Mapping[str, Path],
-    root: Path,
-    dtype: str,
+    models,
+    root,
+    dtype,
     *,
-    program: str = sys.executable,
-    gpu: bool = False,
-    asked: Mapping[str, Asked] = MappingProxyType({}),
-) -> dict[str, Answer]:
+    program=sys.executable,
+    gpu=False,
+    asked=MappingProxyType({}),
+):
     """What vLLM computes of each model. After a crash a new process goes on with the next."""
     outs = {name: root / f"{number}" for number, name in enumerate(models)}
     hows = {name: asked.get(name, Asked()) for name in models}
@@ -61,7 +61,7 @@ def answers(
         name: [str(path), str(outs[name]), {"dtype": dtype, **hows[name].settings}, hows[name].length]
         for name, path in models.items()
     }
-    found: dict[str, Answer] = {}
+    found = {}
     while left := [name for name in models if name not in found]:
         (root / "jobs.json").write_text(json.dumps([jobs[name] for name in left]))
         log = root / "log"
@@ -77,12 +77,12 @@ def answers(
     return found
 
 
-def row(found: Mapping[int, Any], size: int) -> Tensor:
+def row(found, size):
     """The log-probability of each token; NaN for one that is not told."""
     return torch.tensor([found[token].logprob if token in found else torch.nan for token in range(size)])
 
 
-def log_probs(path: str, settings: Mapping[str, Any], length: int) -> Tensor:
+def log_probs(path, settings, length):
     import vllm
 
     on_gpu = {**ON_GPU, "additional_config": {"gdn_prefill_backend": "triton"}}
@@ -107,10 +107,10 @@ def log_probs(path: str, settings: Mapping[str, Any], length: int) -> Tensor:
     return torch.stack([torch.stack([row(place, size) for place in one]) for one in rows])
 
 
-def main(jobs: Path) -> None:
+def main(jobs):
     os.environ.update(SETTINGS)
     # SGLang's fork of DeepGEMM goes by the same name; vLLM has DeepGEMM itself among its own modules.
-    sys.modules["deep_gemm"] = None  # type: ignore[assignment]
+    sys.modules["deep_gemm"] = None
     import vllm.model_executor.models.registry as registry
     from vllm.distributed import cleanup_dist_env_and_memory
 

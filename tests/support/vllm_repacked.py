@@ -6,63 +6,52 @@ by vLLM's own reference for its tests (`marlin_utils_test`), and a product by on
 
 import os
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.process.interpreter import python_of
-from ckptkit.verify.witnesses.runner import Answer
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
-from support.sglang_runs import ALTER, Case, Weights
+from support.sglang_runs import ALTER
 
 _INT4 = 8  # codes in a word
 
 
-def run_cases(cases: Mapping[str, Case], root: Path) -> dict[str, Answer[LoadReport]]:
+def run_cases(cases, root):
     """What vLLM made of every case, repacked on the CPU."""
 
-    def start(log: Path, module: str, *words: object) -> bool:
+    def start(log, module, *words):
         return run_logged(log, "support.vllm_repacked", *words, program=python_of("vllm", {}), limit_s=840)
 
     return sglang_runs.run_cases(cases, root, engine=VLLM, start=start)
 
 
-def codes_of(words: Tensor) -> Tensor:
+def codes_of(words):
     """int32 [inputs / 8, outputs] -> the codes [inputs, outputs] in 0..15, one after the other."""
     return torch.stack([(words >> (4 * place)) & 15 for place in range(_INT4)], 1).reshape(-1, words.shape[1])
 
 
-def repack(words: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Tensor:
+def repack(words, perm, size_k, size_n, num_bits, is_a_8bit=False):
     """`gptq_marlin_repack` by vLLM's own reference."""
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
     assert (num_bits, is_a_8bit, perm.numel()) == (4, False, 0)
-    found: Tensor = marlin_weights(codes_of(words), size_k, size_n, num_bits, get_weight_perm(num_bits))
-    return found
+    return marlin_weights(codes_of(words), size_k, size_n, num_bits, get_weight_perm(num_bits))
 
 
-def repack_experts(words: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: int, **rest: bool) -> Tensor:
+def repack_experts(words, perm, size_k, size_n, num_bits, **rest):
     """`gptq_marlin_moe_repack`."""
     return torch.stack([repack(one, perm[0], size_k, size_n, num_bits, **rest) for one in words])
 
 
-def prepack(words: Tensor, **types: Any) -> Tensor:
+def prepack(words, **types):
     """`machete_prepack_B`: words in some other order."""
     return words.flip(0).contiguous()
 
 
-def product(
-    a: Tensor, b_q: Tensor, b_type: Any, b_group_zeros: Tensor | None, b_group_scales: Tensor, b_group_size: int
-) -> Tensor:
+def product(a, b_q, b_type, b_group_zeros, b_group_scales, b_group_size):
     """`machete_mm` of what `prepack` made."""
     codes = codes_of(b_q.flip(0)).float() - (8 if b_group_zeros is None else 0)
     groups = len(codes) // len(b_group_scales)
@@ -73,17 +62,17 @@ def product(
 
 
 def marlin_product(
-    a: Tensor,
-    c: None,
-    b_q_weight: Tensor,
-    b_bias: None,
-    b_scales: Tensor,
-    a_scales: None,
-    global_scale: None,
-    b_zeros: Tensor,
-    *rest: Any,
-    **sizes: Any,
-) -> Tensor:
+    a,
+    c,
+    b_q_weight,
+    b_bias,
+    b_scales,
+    a_scales,
+    global_scale,
+    b_zeros,
+    *rest,
+    **sizes,
+):
     """`marlin_gemm`: what vLLM's references for tests have put in order is put back."""
     from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm
@@ -104,27 +93,27 @@ def marlin_product(
     )
 
 
-def nibbles(words: Tensor) -> Tensor:
+def nibbles(words):
     """The eight codes of each word, lowest bits first, on an axis of their own."""
     return torch.stack([(words >> (4 * place)) & 15 for place in range(_INT4)], -1)
 
 
-def fp8_product(kernel: Any, layer: Any, x: Tensor, bias: None = None) -> Tensor:
+def fp8_product(kernel, layer, x, bias=None):
     """A Linear layer in FP8 blocks, by its weight and scales."""
-    scales: Tensor = layer.weight_scale_inv.float()
+    scales = layer.weight_scale_inv.float()
     for axis, side in enumerate(layer.weight_block_size):
         scales = scales.repeat_interleave(side, axis)
     rows, columns = layer.weight.shape
     return (x.float() @ (layer.weight.float() * scales[:rows, :columns]).t()).to(x.dtype)
 
 
-def without_cuda() -> None:
+def without_cuda():
     """Replaces the kernels, and tells the witness that it is on a GPU."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    kernels: dict[str, Callable[..., Any]] = {
+    kernels = {
         "gptq_marlin_repack": repack,
         "gptq_marlin_moe_repack": repack_experts,
         "machete_prepack_B": prepack,
@@ -138,17 +127,17 @@ def without_cuda() -> None:
     fp8_utils.transform_sf_into_required_layout = lambda sf, **sizes: sf
 
 
-def build(original: Callable[..., nn.Module], wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(original, wanted, loading, phases):
     """The adapter's `build`, with the kernels replaced as soon as vLLM can be imported."""
 
-    def repacking(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    def repacking(model, weights, device):
         without_cuda()
         loading(model, weights, torch.device("cuda"))
 
     return original(wanted, repacking, phases)
 
 
-def main() -> None:
+def main():
     from ckptkit.verify.witnesses.vllm import adapter
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -3,17 +3,14 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path
 
-from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport
+from ckptkit.verify.witnesses.loading.job import ONE_RANK
 from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
-from ckptkit.verify.witnesses.runner import Answer
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
-from support.sglang_runs import ALTER, Case, Weights, swapped_experts
+from support.sglang_runs import ALTER, swapped_experts
 
 # What a mutation leaves out. Layer 5 has experts in every test model with experts.
 LOST = {
@@ -37,16 +34,16 @@ HALF = re.compile(r".*layers\.5\.mlp\.experts\.3\.up_proj\.weight(_packed)?")
 _KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
 
 
-def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
+def without(pattern, weights):
     return ((name, tensor) for name, tensor in weights if not pattern.fullmatch(name))
 
 
-def half_an_expert(weights: Weights) -> Weights:
+def half_an_expert(weights):
     """Up of an expert with half of its rows."""
     return ((name, tensor.chunk(2)[0] if HALF.fullmatch(name) else tensor) for name, tensor in weights)
 
 
-def swapped_key_and_value(weights: Weights) -> Weights:
+def swapped_key_and_value(weights):
     """Keys and values of a layer under each other's names."""
     other = {"k": "v", "v": "k"}
     for name, tensor in weights:
@@ -61,15 +58,13 @@ MUTATIONS = {name: partial(without, pattern) for name, pattern in LOST.items()} 
 
 
 @cache
-def release() -> tuple[int, ...] | None:
+def release():
     """The release of vLLM that tests ask; None where there is none."""
     found = Interpreter(python_of("vllm", {})).release("vllm")
     return tuple(map(int, found.split("+")[0].split(".")[:3])) if found else None
 
 
-def run_cases(
-    cases: Mapping[str, Case], root: Path, sizes: EngineSizes = ONE_RANK, *, gpu: bool = False
-) -> dict[str, Answer[LoadReport]]:
+def run_cases(cases, root, sizes=ONE_RANK, *, gpu=False):
     """What vLLM made of every case, on the CPU unless `gpu`."""
     start = partial(run_logged, program=python_of("vllm", {}), gpu=gpu, limit_s=840)
     return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)

@@ -1,13 +1,10 @@
 """What must be true of vLLM's steps after loading, with CUDA and with stand-ins for its kernels."""
 
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 from support import models
 from support.sglang_runs import Case, Runs, draft_of, refusal, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
@@ -18,7 +15,7 @@ LABELS = (*CLEAN, *REFUSED, *MISORDERED)
 NOT_USED = "weight_shape"
 
 
-def all_runs(root: Path, run: Callable[[Mapping[str, Case], Path], dict[str, Answer[LoadReport]]]) -> Made:
+def all_runs(root, run):
     """Every checkpoint with its path, and what vLLM made of each, and of those with a fault planted."""
     paths = dict(write_all(root, LABELS))
     cases = {label: Case(path) for label, path in paths.items()}
@@ -31,12 +28,12 @@ class Steps:
     """What is true of both; `made` is a fixture of the module, with what `all_runs` gives."""
 
     @pytest.mark.parametrize("label", CLEAN)
-    def test_sound_checkpoints_stand_for_the_same(self, label: str, made: Made) -> None:
+    def test_sound_checkpoints_stand_for_the_same(self, label, made):
         run = made[1][label]
         assert run.report is not None, run
         assert run.failure is None
         given = {name for name in models.tensors(made[0][label]) if not name.endswith(NOT_USED)}
-        held: set[str] = set()
+        held = set()
         for report in filter(None, (run.report, draft_of(run))):
             assert (report.unwritten, report.differing, report.routers, report.computed) == ((), (), (), ())
             assert report.dropped == ()
@@ -46,12 +43,12 @@ class Steps:
         assert held >= given
 
     @pytest.mark.parametrize("label", REFUSED)
-    def test_what_vllm_refuses_is_quoted(self, label: str, made: Made) -> None:
+    def test_what_vllm_refuses_is_quoted(self, label, made):
         run = made[1][label]
         assert NO_GROUPS in refusal(run), run
 
     @pytest.mark.parametrize("label", MISORDERED)
-    def test_scales_of_experts_no_wider_than_a_group_are_misordered(self, label: str, made: Made) -> None:
+    def test_scales_of_experts_no_wider_than_a_group_are_misordered(self, label, made):
         report = reported(made[1][label])
         assert (report.unwritten, report.dropped, report.differing, report.unchecked) == ((), (), (), ())
         assert {one.param for one in report.repacked or ()} == {
@@ -61,7 +58,7 @@ class Steps:
         }
 
     @pytest.mark.parametrize(("fault", "label"), CASES)
-    def test_a_planted_fault_is_named(self, fault: str, label: str, made: Made) -> None:
+    def test_a_planted_fault_is_named(self, fault, label, made):
         """A fault of the feed by HF name, one of a step by vLLM's; nothing else is named."""
         report = reported(made[1][f"{fault} in {label}"])
         assert (report.unwritten, report.dropped, report.unchecked) == ((), (), ())

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from families import CASES
 from families.case import save
-from torch import Tensor
 
 from support import engine_models, vllm_formats
 from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, rewrite, write
@@ -22,22 +20,22 @@ ATTENTION = DRAFT + r"self_attn\..*"
 MODELS = {**vllm_formats.MODELS, "glm": engine_models.MODELS["glm"]}
 
 
-def _without(entry: str) -> Edit:
-    def edit(config: dict[str, Any]) -> None:
+def _without(entry):
+    def edit(config):
         config["quantization_config"]["ignore"].remove(_of_layers(entry, config["num_hidden_layers"]))
 
     return edit
 
 
-def _of_layers(entry: str, layers: int) -> str:
+def _of_layers(entry, layers):
     return entry.replace("LAYERS", str(layers))
 
 
-def _all_in_fp8(config: dict[str, Any]) -> None:
+def _all_in_fp8(config):
     config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
 
 
-def _with_biases(config: dict[str, Any]) -> None:
+def _with_biases(config):
     config["attention_bias"] = True
 
 
@@ -71,7 +69,7 @@ THREADS = {
 _KEPT = {"draft": DRAFT, "attention": ATTENTION}
 
 
-def sound(thread: Thread, root: Path) -> Path:
+def sound(thread, root):
     plain, target = root / thread.model, root / f"{thread.model} {thread.form}"
     family, config = MODELS[thread.model]
     if not plain.exists():
@@ -90,18 +88,18 @@ def sound(thread: Thread, root: Path) -> Path:
         stated |= {"ignore": ["lm_head", ROUTERS, *entries]}
         quantizer = int4(strategy="group", group_size=32)
 
-    def wanted(name: str) -> bool:
+    def wanted(name):
         return LINEAR.fullmatch(name) is not None and not any(re.fullmatch(one[3:], name) for one in entries)
 
     write(plain, target, wanted, quantizer, lambda content: content | {"quantization_config": stated})
     return target
 
 
-def planted(thread: Thread, root: Path, target: Path) -> Path:
-    def left(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def planted(thread, root, target):
+    def left(name, tensor):
         return {} if re.fullmatch(thread.lost, name) else {name: tensor}
 
-    def edit(config: dict[str, Any]) -> dict[str, Any]:
+    def edit(config):
         thread.edit(config)
         return config
 

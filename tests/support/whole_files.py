@@ -3,8 +3,6 @@
 import io
 import json
 import pickle
-from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -12,7 +10,7 @@ from safetensors.torch import save
 from torch.distributed.checkpoint.metadata import Metadata
 
 
-def whole(name: str) -> bytes:
+def whole(name):
     """The content of a file of this name: of weights a sound one, of others a letter."""
     if name in ("config.json", "adapter_config.json"):
         return json.dumps({"model_type": "llama"} if name == "config.json" else {"peft_type": "LORA"}).encode()
@@ -27,19 +25,19 @@ def whole(name: str) -> bytes:
     return b"GGUF" if name.endswith(".gguf") else b"x"
 
 
-def write(file: Path, content: str | bytes | None = None) -> None:
+def write(file, content=None):
     """Writes a file, by default a whole one, and the folders around it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = content.encode() if isinstance(content, str) else content
     file.write_bytes(whole(file.name) if text is None else text)
 
 
-def write_files(folder: Path, *names: str) -> None:
+def write_files(folder, *names):
     for name in names:
         write(folder / name)
 
 
-def write_manifest(root: Path, *names: str, **more: Any) -> None:
+def write_manifest(root, *names, **more):
     """Writes a ckptkit.json that lists these files of a directory as they are."""
     files = {name: blake3((root / name).read_bytes()).hexdigest() for name in names}
     write(root / "ckptkit.json", json.dumps({"schema": "ckptkit-manifest/2", "files": files, "tensors": {}, **more}))

@@ -1,16 +1,11 @@
 """What the tests of verification share."""
 
 import json
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import CheckResult, Finding, Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -19,23 +14,23 @@ _OPTIONS = {one.name for one in fields(VerifyOptions)}
 
 
 @pytest.fixture
-def fresh(releases: PathOf, copy_of: CopyOf) -> PathOf:
+def fresh(releases, copy_of):
     return lambda name, **options: copy_of(releases(name, **options))
 
 
 @pytest.fixture
-def fresh_megatron(converted: PathOf, copy_of: CopyOf) -> PathOf:
+def fresh_megatron(converted, copy_of):
     return lambda name: copy_of(converted(name))
 
 
 @pytest.fixture(scope="session")
-def codes() -> Callable[[Report], list[str]]:
+def codes():
     return lambda report: list(dict.fromkeys(finding.code for finding in report.findings))
 
 
 @pytest.fixture(scope="session")
-def only() -> Callable[[Report], Finding]:
-    def one(report: Report) -> Finding:
+def only():
+    def one(report):
         assert len(report.findings) == 1, [str(finding) for finding in report.findings]
         return report.findings[0]
 
@@ -43,10 +38,10 @@ def only() -> Callable[[Report], Finding]:
 
 
 @pytest.fixture(scope="session")
-def edit_json() -> Callable[..., None]:
+def edit_json():
     """`edit_json(path, key=value)` sets keys of a JSON file; None removes one."""
 
-    def edit(path: Path, **changes: Any) -> None:
+    def edit(path, **changes):
         content = json.loads(path.read_text()) | changes
         path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -54,10 +49,10 @@ def edit_json() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
+def alone():
     """`alone(code, path, ...)` runs one check, with keywords of Subject and VerifyOptions. None: it does not apply."""
 
-    def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
+    def run(code, path, **how):
         options = {name: how.pop(name) for name in _OPTIONS & how.keys()}
         subject = Subject(path, **how, options=VerifyOptions(**options))
         outcome = run_checks(subject, [one for one in all_checks() if one.code == code])
@@ -68,10 +63,10 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
 
 
 @pytest.fixture(scope="session")
-def passes(alone: Callable[..., tuple[CheckResult | None, list[Finding]]]) -> Callable[..., None]:
+def passes(alone):
     """`passes(code, path, tensors, ...)`: one check finds nothing, and compared so many tensors where that is given."""
 
-    def assert_passes(code: str, path: Path, tensors: int | None = None, **how: Any) -> None:
+    def assert_passes(code, path, tensors=None, **how):
         result, found = alone(code, path, **how)
         assert found == []
         assert result is not None

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support import models, quantized
 from support.deltas import publish_chain
-from support.fixture_types import CopyOf, PathOf
 from support.megatron_saves import SAVES
 from support.processes import python
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckptkit
@@ -25,7 +22,7 @@ from ckptkit.verify import opened
 LEAD = "model.layers.3."
 
 
-def agree(found: Mapping[str, ckptkit.LazyTensor], truth: Mapping[str, Tensor]) -> None:
+def agree(found, truth):
     """Holds names, shapes, dtypes and every bit of the values against tensors of another source."""
     assert set(found) == set(truth)
     for name, tensor in truth.items():
@@ -35,12 +32,12 @@ def agree(found: Mapping[str, ckptkit.LazyTensor], truth: Mapping[str, Tensor]) 
         assert torch.equal(read.view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-def test_hf_tensors_are_those_that_transformers_loads(releases: PathOf) -> None:
+def test_hf_tensors_are_those_that_transformers_loads(releases):
     truth = AutoModelForCausalLM.from_pretrained(releases("qwen2-untied"), dtype="auto").state_dict()
     agree(ckptkit.open(releases("qwen2-untied")), truth)
 
 
-def test_hf_tensors_and_their_files_are_those_of_safetensors(releases: PathOf) -> None:
+def test_hf_tensors_and_their_files_are_those_of_safetensors(releases):
     checkpoint = ckptkit.open(releases("glm4_moe"))
     agree(checkpoint, models.tensors(releases("glm4_moe")))
     assert checkpoint.format == "hf"
@@ -51,7 +48,7 @@ def test_hf_tensors_and_their_files_are_those_of_safetensors(releases: PathOf) -
             assert name in shard.keys()  # noqa: SIM118 - safe_open is not a mapping
 
 
-def test_layers_are_the_decoders_under_the_names_there(releases: PathOf, converted: PathOf) -> None:
+def test_layers_are_the_decoders_under_the_names_there(releases, converted):
     hf, megatron = ckptkit.open(releases("glm4_moe")), ckptkit.open(converted("glm4_moe"))
     count = hf.config["num_hidden_layers"]
     assert hf.layers == megatron.layers == [*range(count)]
@@ -64,7 +61,7 @@ def test_layers_are_the_decoders_under_the_names_there(releases: PathOf, convert
         hf["model.norm"]
 
 
-def test_layers_of_a_vision_tower_are_not_the_decoders(tmp_path: Path) -> None:
+def test_layers_of_a_vision_tower_are_not_the_decoders(tmp_path):
     """A model_type that no family has: names alone tell."""
     names = ("model.language_model.layers.0.norm.weight", "model.visual.layers.1.norm.weight", "lm_head.weight")
     save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
@@ -74,7 +71,7 @@ def test_layers_of_a_vision_tower_are_not_the_decoders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", ["one key a layer", "legacy, two chunks a stage", "hybrid, experts"])
-def test_what_megatron_saved_has_the_tensors_of_its_release(saved: Path, releases: PathOf, save: str) -> None:
+def test_what_megatron_saved_has_the_tensors_of_its_release(saved, releases, save):
     """These three were loaded from the release and saved by megatron-core itself, on several ranks."""
     release = releases(SAVES[save][0])
     checkpoint = ckptkit.open(saved / save, hf=release)
@@ -84,7 +81,7 @@ def test_what_megatron_saved_has_the_tensors_of_its_release(saved: Path, release
     assert all(Path(file).is_relative_to(saved / save) for name in checkpoint for file in checkpoint[name].files)
 
 
-def test_experts_are_fused_where_the_release_fuses_them(saved: Path, releases: PathOf) -> None:
+def test_experts_are_fused_where_the_release_fuses_them(saved, releases):
     release = releases("glm4_moe", fused=True)
     agree(ckptkit.open(saved / "one key a layer", hf=release).as_hf(), models.tensors(release))
 
@@ -97,7 +94,7 @@ torch.save({name: one for name, one in state.items() if torch.is_tensor(one) and
 """
 
 
-def test_megatrons_view_is_what_megatron_itself_saves(saved: Path, releases: PathOf, tmp_path: Path) -> None:
+def test_megatrons_view_is_what_megatron_itself_saves(saved, releases, tmp_path):
     """Of one rank without any parallelism, whose file torch reads."""
     (file,) = (saved / "legacy").rglob("model_optim_rng.pt")
     done = python("-W", "ignore", "-c", MODEL, file, tmp_path / "model.pt")
@@ -116,7 +113,7 @@ def test_megatrons_view_is_what_megatron_itself_saves(saved: Path, releases: Pat
 
 
 INT4 = {"strategy": "group", "group_size": 32}
-FORMATS: Mapping[str, tuple[quantized.Quantizer, dict[str, object]]] = {
+FORMATS = {
     "int4": (quantized.int4(symmetric=True, **INT4), quantized.compressed_config("pack-quantized", **INT4)),
     "int4, asymmetric": (
         quantized.int4(symmetric=False, **INT4),
@@ -130,7 +127,7 @@ FORMATS: Mapping[str, tuple[quantized.Quantizer, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_quantized_weights_are_dequantized_as_they_are_read(releases: PathOf, tmp_path: Path, form: str) -> None:
+def test_quantized_weights_are_dequantized_as_they_are_read(releases, tmp_path, form):
     """INT4 by compressed-tensors' own compressor and decompressor, FP8 by a formula of the tests."""
     quantizer, config = FORMATS[form]
     meant = quantized.write(
@@ -148,22 +145,20 @@ def test_quantized_weights_are_dequantized_as_they_are_read(releases: PathOf, tm
     assert torch.equal(merged, torch.cat([meant[f"{LEAD}mlp.{one}_proj.weight"] for one in ("gate", "up")]))
 
 
-def test_deltas_are_replayed_onto_their_base(releases: PathOf, tmp_path: Path) -> None:
+def test_deltas_are_replayed_onto_their_base(releases, tmp_path):
     *_, truth = publish_chain(tmp_path / "deltas", releases("qwen2-untied"), ["xor", "overwrite"])
     checkpoint = ckptkit.open(tmp_path / "deltas", hf=releases("qwen2-untied"))
     assert checkpoint.format == "deltas"
     agree(checkpoint, truth)
 
 
-def test_several_are_read_at_once_and_what_they_share_once(
-    converted: PathOf, releases: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_are_read_at_once_and_what_they_share_once(converted, releases, monkeypatch):
     truth = models.tensors(releases("glm4_moe"))
     layer = ckptkit.open(converted("glm4_moe")).as_hf().layer(3)
-    calls: list[list[str]] = []
+    calls = []
     read = opened.TorchDistCheckpoint.read
 
-    def counted(self: opened.TorchDistCheckpoint, names: list[str], reader: None = None) -> dict[str, Tensor]:
+    def counted(self, names, reader=None):
         calls.append(list(names))
         return read(self, names, reader)
 
@@ -182,7 +177,7 @@ SLICES = (slice(2, 5), slice(None), slice(-3, None), slice(0, 8, 3), slice(4, 4)
 
 
 @pytest.mark.parametrize("rows", SLICES, ids=str)
-def test_rows_are_those_of_safetensors(releases: PathOf, converted: PathOf, rows: slice) -> None:
+def test_rows_are_those_of_safetensors(releases, converted, rows):
     names = ("model.embed_tokens.weight", "model.norm.weight", f"{LEAD}self_attn.k_proj.weight")
     hf, megatron = ckptkit.open(releases("qwen2-untied")), ckptkit.open(converted("qwen2-untied"))
     fused = hf.as_megatron()["decoder.layers.3.mlp.linear_fc1.weight"]
@@ -194,14 +189,14 @@ def test_rows_are_those_of_safetensors(releases: PathOf, converted: PathOf, rows
     assert torch.equal(fused[rows], fused.read()[rows])
 
 
-def test_no_more_is_read_than_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_than_the_rows(tmp_path, monkeypatch):
     tensor = torch.arange(3_000_000, dtype=torch.int32).reshape(1000, 3000)
     save_file({"odd": torch.ones(3, dtype=torch.uint8), "big": tensor}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    sizes: list[int] = []
+    sizes = []
     read = opened.read_new
 
-    def counted(wanted: opened.ByteRange) -> Tensor:
+    def counted(wanted):
         sizes.append(wanted.end - wanted.begin)
         return read(wanted)
 
@@ -211,10 +206,10 @@ def test_no_more_is_read_than_the_rows(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(big[:500], tensor[:500])
     assert sizes == [10 * 12_000, 500 * 12_000]
     with pytest.raises(TypeError, match="slice"):
-        big[3]  # type: ignore[index]
+        big[3]
 
 
-def test_a_file_that_was_cut_short_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_meanwhile_is_an_error(tmp_path):
     save_file({"a": torch.ones(100, 4)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     lazy = ckptkit.open(tmp_path)["a"]
@@ -226,7 +221,7 @@ def test_a_file_that_was_cut_short_meanwhile_is_an_error(tmp_path: Path) -> None
         lazy[98:]
 
 
-def test_what_cannot_be_opened_is_an_error(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+def test_what_cannot_be_opened_is_an_error(releases, converted, copy_of):
     with pytest.raises(CkptkitError, match="does not exist"):
         ckptkit.open("nowhere")
     with pytest.raises(CkptkitError, match="effect"):
@@ -253,7 +248,7 @@ print(light, "torch" in sys.modules, "numpy" in sys.modules)
 """
 
 
-def test_opening_and_looking_imports_no_torch(releases: PathOf, converted: PathOf) -> None:
+def test_opening_and_looking_imports_no_torch(releases, converted):
     done = python("-c", LOOK, str(releases("glm4_moe")), str(converted("glm4_moe")))
     assert done.returncode == 0, done.stderr
     light, *heavy = done.stdout.split()
@@ -284,7 +279,7 @@ report.write("report.html")
 
 
 @pytest.mark.nightly
-def test_users_types_hold_under_mypy_strict(tmp_path: Path) -> None:
+def test_users_types_hold_under_mypy_strict(tmp_path):
     (tmp_path / "user.py").write_text(TYPED)
     root = Path(ckptkit.__file__).parent.parent
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent"]

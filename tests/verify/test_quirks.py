@@ -28,7 +28,7 @@ STATED = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_releases_of_are_those_that_the_project_states(name: str) -> None:
+def test_releases_of_are_those_that_the_project_states(name):
     file, pattern = STATED[name]
     stated = set(re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE))
     tested = set(releases_of(name))
@@ -37,14 +37,14 @@ def test_releases_of_are_those_that_the_project_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_release_of_an_engines_registry_is_tested(name: str) -> None:
+def test_release_of_an_engines_registry_is_tested(name):
     """`quant/engines` copies what a release knows of drafts."""
     content = json.loads(files("ckptkit.quant.engines").joinpath(f"{name}.json").read_text())
     release = content["release"].split()[1]
     assert any(one == release or one.startswith(f"{release}.") for one in releases_of(name))
 
 
-def test_rows_have_what_they_need_and_a_tested_release() -> None:
+def test_rows_have_what_they_need_and_a_tested_release():
     """Where a release moved past a row, change `versions`; where it was mended, take out the row and its use."""
     for name, row in ROWS:
         assert any(map(row.includes, releases_of(name))), f"{row.id} of {name}: {row.versions} is of no tested release"
@@ -58,7 +58,7 @@ def test_rows_have_what_they_need_and_a_tested_release() -> None:
         assert [one["id"] for one in TABLES[name]["quirk"]].count(row.id) == 1
 
 
-def test_every_row_is_asked_for() -> None:
+def test_every_row_is_asked_for():
     """By its effect where it is about names of tensors, else by its id."""
     code = "".join(file.read_text() for file in (ROOT / "verify").rglob("*.py"))
     by_effect = {effect for effect in EFFECTS if re.search(rf'quirks\([^()]*"{effect}"', code)}
@@ -76,11 +76,11 @@ def test_every_row_is_asked_for() -> None:
         (">=0.26,<0.27", "0.27.0", False),
     ],
 )
-def test_range_has_a_release(versions: str, release: str, is_of: bool) -> None:
+def test_range_has_a_release(versions, release, is_of):
     assert Quirk("", versions, "", "", "").includes(release) == is_of
 
 
-def test_a_release_outside_a_range_has_no_such_quirk() -> None:
+def test_a_release_outside_a_range_has_no_such_quirk():
     """Without a release those of a tested one count."""
     assert quirk("sglang", "input-scale-unset") is not None
     assert quirk("sglang", "input-scale-unset", "0.5.16") is not None
@@ -112,7 +112,5 @@ def test_a_release_outside_a_range_has_no_such_quirk() -> None:
         ("transformers", "constant", "model.layers.1.mlp.gate.weight", {"model_type": "qwen3_moe"}, False),
     ],
 )
-def test_a_row_is_about_names_and_config(
-    name: str, effect: str, tensor: str, config: dict[str, str], expected: bool
-) -> None:
+def test_a_row_is_about_names_and_config(name, effect, tensor, config, expected):
     assert any(one.is_about(tensor, config) for one in quirks(name, effect)) == expected

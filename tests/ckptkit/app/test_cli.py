@@ -15,7 +15,6 @@ import click
 import pytest
 from mutations.edits import edit_config
 from support import processes
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.models import tensors
 
@@ -25,9 +24,7 @@ from ckptkit.app.cli.verb import VERBS
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_a_model_of_no_family_is_refused_and_nothing_is_left(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path, ckptkit: Run
-) -> None:
+def test_a_model_of_no_family_is_refused_and_nothing_is_left(releases, copy_of, tmp_path, ckptkit):
     source = copy_of(releases("qwen2-tied"))
     edit_config(source, model_type="rwkv9")
     done = ckptkit("convert", source, tmp_path / "out")
@@ -37,7 +34,7 @@ def test_a_model_of_no_family_is_refused_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 
-def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path, ckptkit: Run) -> None:
+def test_path_that_holds_nothing_is_refused_in_words(tmp_path, ckptkit):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for path, message in (("absent", "does not exist"), ("empty", "empty"), ("file", "is a file")):
@@ -52,7 +49,7 @@ def test_path_that_holds_nothing_is_refused_in_words(tmp_path: Path, ckptkit: Ru
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_destination_is_replaced_when_asked(releases: PathOf, tmp_path: Path, ckptkit: Run) -> None:
+def test_existing_destination_is_replaced_when_asked(releases, tmp_path, ckptkit):
     (tmp_path / "out").mkdir()
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
     assert (done.returncode, done.stderr) == (2, text_with("out exists already"))
@@ -64,9 +61,7 @@ def test_existing_destination_is_replaced_when_asked(releases: PathOf, tmp_path:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.nightly
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-def test_full_file_system_keeps_finished_files(
-    releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
-) -> None:
+def test_full_file_system_keeps_finished_files(releases, converted, tmp_path, direction):
     mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this machine does not let root mount a tmpfs")
@@ -83,14 +78,14 @@ def test_full_file_system_keeps_finished_files(
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_dry_run_writes_nothing_and_names_everything(releases: PathOf, tmp_path: Path, ckptkit: Run) -> None:
+def test_dry_run_writes_nothing_and_names_everything(releases, tmp_path, ckptkit):
     done = ckptkit("convert", releases("glm4_moe"), tmp_path / "out", "--dry-run")
     assert done.returncode == 0
     assert "decoder.layers.{2..11}.mlp.experts.experts.{0..11}.linear_fc1.weight" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: PathOf, ckptkit: Run) -> None:
+def test_inspect_says_format_tensors_and_arguments(releases, converted, ckptkit):
     hf = json.loads(ckptkit("inspect", releases("glm4_moe"), "--json").stdout)
     assert (hf["format"], hf["tensors"], hf["dtypes"]) == ("HF safetensors", 551, {"bfloat16": 541, "float32": 10})
     megatron = json.loads(ckptkit("inspect", converted("glm4_moe"), "--json").stdout)
@@ -120,15 +115,13 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
         ),
     ],
 )
-def test_inspect_shows_rotary_settings_as_they_are_stated(
-    settings: dict[str, object], shown: str, releases: PathOf, copy_of: CopyOf, ckptkit: Run
-) -> None:
+def test_inspect_shows_rotary_settings_as_they_are_stated(settings, shown, releases, copy_of, ckptkit):
     path = copy_of(releases("qwen2-tied"))
     edit_config(path, **settings)
     assert shown in ckptkit("inspect", path).stdout.splitlines()
 
 
-def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
+def test_no_verb_at_all_shows_the_help(ckptkit):
     bare, asked = ckptkit(), ckptkit("--help")
     assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
     assert asked.returncode == 0
@@ -139,7 +132,7 @@ def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(VERBS)
 
 
-def test_the_example_of_a_verb_is_a_line_that_it_takes(ckptkit: Run) -> None:
+def test_the_example_of_a_verb_is_a_line_that_it_takes(ckptkit):
     for name, row in VERBS.items():
         words = row.example.split()
         command = cli.get_command(click.Context(cli), name)
@@ -151,13 +144,11 @@ def test_the_example_of_a_verb_is_a_line_that_it_takes(ckptkit: Run) -> None:
 
 
 @pytest.mark.parametrize("named", [["vllm"], ["sglang", "slime"]], ids=str)
-def test_the_next_command_asks_for_the_readers_that_were_named(
-    named: list[str], releases: PathOf, tmp_path: Path, ckptkit: Run
-) -> None:
+def test_the_next_command_asks_for_the_readers_that_were_named(named, releases, tmp_path, ckptkit):
     readers = [word for reader in named for word in ("--reader", reader)]
     out, source = str(tmp_path / "out"), str(releases("qwen2-tied"))
 
-    def next_after(*words: str) -> str:
+    def next_after(*words):
         return ckptkit(*words).stderr.splitlines()[-1]
 
     words = ["ckptkit", "verify", out, "--source", source, *readers]
@@ -170,9 +161,7 @@ def test_the_next_command_asks_for_the_readers_that_were_named(
         assert next_after("lint", out, *readers, "--fix") == f"next: {shlex.join(after)}"
 
 
-def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
-    releases: PathOf, tmp_path: Path, ckptkit: Run
-) -> None:
+def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(releases, tmp_path, ckptkit):
     done = ckptkit("convert", releases("qwen2-tied"), tmp_path / "out")
     wrote, after = done.stderr.splitlines()
     assert re.fullmatch(r"wrote \d+\.\d\d MB in \d+\.\d s", wrote)
@@ -180,7 +169,7 @@ def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quie
     assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite", "-q").stderr == ""
 
 
-def inspect_where(statement: str, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def inspect_where(statement, source, *options):
     program = (
         "import ckptkit.formats.hf.reader as s\n"
         f"def stop(*a): {statement}\n"
@@ -189,7 +178,7 @@ def inspect_where(statement: str, source: Path, *options: str) -> subprocess.Com
     return processes.python("-c", program, *options, "inspect", source)
 
 
-def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(releases: PathOf) -> None:
+def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(releases):
     for debug in ([], ["--debug"]):
         done = inspect_where("raise OSError(5, 'Input/output error', 'x.safetensors')", releases("qwen2-tied"), *debug)
         assert done.returncode == 2
@@ -210,14 +199,12 @@ def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(relea
         ("import torch; torch.zeros(1 << 46)", "error: this command needs more memory than is available"),
     ],
 )
-def test_a_library_that_is_missing_or_cannot_be_loaded_is_no_error_of_ckptkit(
-    releases: PathOf, statement: str, words: str
-) -> None:
+def test_a_library_that_is_missing_or_cannot_be_loaded_is_no_error_of_ckptkit(releases, statement, words):
     done = inspect_where(statement, releases("qwen2-tied"))
     assert (done.returncode, done.stderr[: len(words)]) == (2, words)
 
 
-def test_head_ends_a_run_quietly_with_the_exit_code_of_the_verb(releases: PathOf, copy_of: CopyOf) -> None:
+def test_head_ends_a_run_quietly_with_the_exit_code_of_the_verb(releases, copy_of):
     broken = copy_of(releases("qwen3_moe"))
     next(broken.glob("*.safetensors")).unlink()
     for words, code in ((["verify", broken, "-q"], 1), (["inspect", releases("qwen3_moe"), "-q"], 0)):
@@ -229,7 +216,7 @@ def test_head_ends_a_run_quietly_with_the_exit_code_of_the_verb(releases: PathOf
         assert (done.returncode, done.stderr) == (code, b""), words
 
 
-def test_lines_into_a_pipe_are_whole(tmp_path: Path) -> None:
+def test_lines_into_a_pipe_are_whole(tmp_path):
     log = Path(__file__).parents[2] / "verify/triage/logs/symptoms.txt"
     program = [sys.executable, "-m", "ckptkit", "triage", str(log)]
     without = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

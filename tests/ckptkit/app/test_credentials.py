@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -47,14 +46,14 @@ VERBS = (
 
 
 @pytest.mark.parametrize(("verb", "url"), [*zip(VERBS, URLS, strict=False)])
-def test_every_verb_refuses_a_url_with_credentials(verb: str, url: str) -> None:
+def test_every_verb_refuses_a_url_with_credentials(verb, url):
     ran = CliRunner().invoke(cli, [word.replace("U", url) for word in verb.split(" ")])
     assert isinstance(ran.exception, UsageError), ran.output
     assert URLS[url] in str(ran.exception)
     assert "TOP" not in f"{ran.exception}{ran.output}"
 
 
-def test_no_library_is_given_credentials() -> None:
+def test_no_library_is_given_credentials():
     for url, shown in URLS.items():
         for use in (path_or_url, Store):
             with pytest.raises(UsageError) as error:
@@ -63,7 +62,7 @@ def test_no_library_is_given_credentials() -> None:
             assert "TOP" not in str(error.value)
 
 
-def test_functions_of_python_refuse_them_too(tmp_path: Path) -> None:
+def test_functions_of_python_refuse_them_too(tmp_path):
     url = "s3://KEY:TOP@host/c"
     for call in (
         lambda: convert(url, tmp_path / "out"),
@@ -76,7 +75,7 @@ def test_functions_of_python_refuse_them_too(tmp_path: Path) -> None:
             call()
 
 
-def test_an_at_that_hides_nothing_is_read() -> None:
+def test_an_at_that_hides_nothing_is_read():
     for url in (
         *("s3://bucket/a@b", "s3://bucket/a?versionId=1", "memory://a/b", "hf://Qwen/Qwen3@main"),
         *("s3://arn:aws:s3:us-west-2:123456789012:accesspoint/a/b@c", "hf://datasets/a/b@refs/pr/1"),
@@ -86,7 +85,7 @@ def test_an_at_that_hides_nothing_is_read() -> None:
         assert Store(url).at("x") == f"{url}/x"
 
 
-def test_words_of_a_launch_may_have_credentials(tmp_path: Path) -> None:
+def test_words_of_a_launch_may_have_credentials(tmp_path):
     """They are for other programs; what a report quotes of them has none."""
     for url in ("https://user:TOP@tracker/x", "s3://KEY:TOP@host", "az://c/x?sig=TOP"):
         words = ["--json", "--", "--hf-checkpoint", url, "--load", url, "--wandb-host", url]
@@ -95,7 +94,7 @@ def test_words_of_a_launch_may_have_credentials(tmp_path: Path) -> None:
         assert "TOP" not in ran.output
 
 
-def test_a_traceback_has_none() -> None:
+def test_a_traceback_has_none():
     words = ["-m", "ckptkit", "--debug", "inspect", "s3://KEY:TOP@host/c"]
     ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert (ran.returncode, "Traceback" in ran.stderr, "TOP" in ran.stderr + ran.stdout) == (2, True, False)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 from support.processes import python
 
 from ckptkit.app import doctor as module
@@ -20,14 +19,14 @@ from ckptkit.core.errors import CkptkitError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(*words: str) -> tuple[int, str]:
+def run(*words):
     done = CliRunner().invoke(cli, ["doctor", *words])
     return done.exit_code, done.output
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
+def without(monkeypatch):
+    def version(name):
         if name == "sglang":
             raise PackageNotFoundError(name)
         return importlib.metadata.version(name)
@@ -36,7 +35,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
 
-def test_every_requirement_of_the_project_is_listed_with_its_version() -> None:
+def test_every_requirement_of_the_project_is_listed_with_its_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {text.partition(">")[0] for text in project["dependencies"]}
     report = json.loads(run("--json")[1])
@@ -48,7 +47,7 @@ def test_every_requirement_of_the_project_is_listed_with_its_version() -> None:
 
 
 @pytest.mark.usefixtures("without")
-def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() -> None:
+def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for():
     code, text = run()
     assert code == 0
     assert "no NVIDIA GPU" in text
@@ -65,20 +64,20 @@ def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() ->
 
 
 @pytest.mark.usefixtures("without")
-def test_named_parts_are_listed_alone() -> None:
+def test_named_parts_are_listed_alone():
     _, output = run("ray", "convert")
     listed = {line.split()[0] for line in output.splitlines() if "ready" in line}
     assert (listed, "numba" in output) == ({"ray", "convert"}, False)
 
 
-def test_an_engine_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "version", importlib.metadata.version)
     parts = {one.name: one for one in module.examine().parts}
     assert (parts["sglang"].usable, parts["engine"].usable) == (True, False)
     assert parts["engine"].missing == "an NVIDIA GPU and its driver"
 
 
-def test_a_requirement_whose_module_is_gone_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requirement_whose_module_is_gone_is_broken(monkeypatch):
     monkeypatch.setitem(module._MODULE, "blake3", "no_such_module")
     code, text = run()
     assert code == 2
@@ -88,7 +87,7 @@ def test_a_requirement_whose_module_is_gone_is_broken(monkeypatch: pytest.Monkey
     assert "parts: convert, megatron, sglang, vllm, engine, ray, remote" in text
 
 
-def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_those_that_the_driver_lists(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
     program.chmod(0o755)
@@ -97,7 +96,7 @@ def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytes
     assert "1 here; repacks INT4 and FP8" in run()[1]
 
 
-def test_a_model_of_the_hub_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_pointed_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, words in enumerate((["inspect", "Qwen/Qwen3"], ["convert", "Meta/Llama", "out"])):
         with pytest.raises(CkptkitError, match=f"hf://{words[1]}"):
@@ -130,9 +129,7 @@ print(json.dumps(results))
 """
 
 
-def test_a_checkout_that_is_not_installed_runs_and_states_the_version_of_its_project(
-    releases: PathOf, tmp_path: Path
-) -> None:
+def test_a_checkout_that_is_not_installed_runs_and_states_the_version_of_its_project(releases, tmp_path):
     source, out = str(releases("qwen2-untied")), str(tmp_path / "megatron")
     verbs = (["--version"], ["convert", source, out], ["verify", out, "--json"], ["doctor", "--json"])
     done = python("-c", RUN, json.dumps(verbs))

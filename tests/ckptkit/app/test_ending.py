@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from io import StringIO
-from pathlib import Path
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli, output
 from ckptkit.app.cli.output import show_progress
@@ -22,10 +20,10 @@ Ends = Callable[..., list[tuple[str, str | None]]]
 
 
 @pytest.fixture
-def ends(caplog: pytest.LogCaptureFixture) -> Ends:
+def ends(caplog):
     """`ends(*words)`: runs the command in this process. Returns its closing lines, each with the next command."""
 
-    def run(*words: str | Path) -> list[tuple[str, str | None]]:
+    def run(*words):
         caplog.clear()
         with caplog.at_level(logging.INFO, LOG.name), suppress(SystemExit):  # where there are findings
             cli.main([str(word) for word in words], standalone_mode=False)
@@ -34,9 +32,7 @@ def ends(caplog: pytest.LogCaptureFixture) -> Ends:
     return run
 
 
-def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(
-    ends: Ends, releases: PathOf, tmp_path: Path
-) -> None:
+def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(ends, releases, tmp_path):
     hf, log, page = releases("qwen3_moe"), tmp_path / "job.log", tmp_path / "page.html"
     log.write_text("iteration 1\nValueError: There is no module or parameter named x in y\n")
     for words in (
@@ -48,9 +44,7 @@ def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(
     assert ends("explain") == ends("doctor") == []  # which look at no checkpoint
 
 
-def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
-    ends: Ends, releases: PathOf, copy_of: CopyOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(ends, releases, copy_of, capsys):
     hf = releases("qwen3_moe")
     broken = copy_of(hf)
     next(broken.glob("*.safetensors")).unlink()
@@ -65,9 +59,7 @@ def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
     assert (said, after) == (f"{json.loads(capsys.readouterr().out)['tensors']} tensors", None)
 
 
-def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(
-    ends: Ends, releases: PathOf, tmp_path: Path
-) -> None:
+def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(ends, releases, tmp_path):
     hf, kept = releases("qwen3_moe"), tmp_path / "kept.json"
     index = json.loads((hf / "model.safetensors.index.json").read_text())
     count, nbytes = len(index["weight_map"]), index["metadata"]["total_size"]
@@ -76,7 +68,7 @@ def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(
     ]
 
 
-def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch):
     said = {}
     for after in (None, "ckptkit explain CK505"):
         for long in (0.0, 3600.0):
@@ -91,23 +83,23 @@ def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest
 
 
 class Terminal(StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch):
     for name in ("_TICK_S", "_LONG_S", "_EVERY_S"):
         monkeypatch.setattr(output, name, 0.001)
 
 
-def wait_for(text: str, stream: StringIO) -> None:
+def wait_for(text, stream):
     while text not in stream.getvalue():
         time.sleep(0.001)
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_step_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_takes_long_is_named(monkeypatch):
     for stream, line in ((Terminal(), "planning ...\n"), (StringIO(), "planning: 0 s\n")):
         monkeypatch.setattr(sys, "stderr", stream)
         with show_progress(()), phase("planning"):
@@ -117,7 +109,7 @@ def test_a_step_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_for("writing, 500.00 MB of 2.00 GB: 0 s\n", stream)
 
 
-def test_quiet_says_nothing_and_verbose_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_says_nothing_and_verbose_every_step(capsys):
     said = {}
     for asked in ("quiet", "verbose"):
         with show_progress({asked}), phase("planning"):
@@ -129,7 +121,7 @@ def test_quiet_says_nothing_and_verbose_every_step(capsys: pytest.CaptureFixture
 
 
 @pytest.fixture
-def bar_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def bar_at_once(monkeypatch):
     """A bar that appears with the first byte, in an environment that says nothing about terminals."""
     monkeypatch.setattr(progress_module, "_DELAY_S", -1.0)
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -139,8 +131,8 @@ def bar_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bar_at_once")
 def test_the_bar_is_shown_on_a_terminal_only_and_goes_away_when_what_it_is_for_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for stream in (Terminal(), StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
         with pytest.raises(ZeroDivisionError), progress("HF -> Megatron", 2_000_000) as advance:

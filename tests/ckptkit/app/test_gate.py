@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 
 NAME = "qwen2-untied"
 OPTIONS = "--hf-checkpoint $HF --ref-load $REF --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
@@ -17,7 +16,7 @@ MAIN = "import sys; from ckptkit.app.cli import main; sys.exit(main())"
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     """A folder with a trainer and three launchers of it. Python is found as in an environment that is activated."""
     (tmp_path / "train.py").write_text("import sys\nopen('started', 'a').write(repr(sys.argv[1:]) + '\\n')\n")
     (tmp_path / "run.sh").write_text(f'python3 -c "print(1)"\npython3 train.py {OPTIONS} --wandb-group "a  b"\n')
@@ -30,9 +29,7 @@ def job(tmp_path: Path) -> Path:
 COMMANDS = {"bash": ["bash", "run.sh"], "python": ["python", "run.py"], "make": ["make", "-s", "run"]}
 
 
-def gate(
-    job: Path, command: list[str], hf: Path, ref: Path, *options: str, **more: str
-) -> subprocess.CompletedProcess[str]:
+def gate(job, command, hf, ref, *options, **more):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
         [sys.executable, "-P", "-c", MAIN, "gate", *options, "--", *command],
@@ -46,9 +43,7 @@ def gate(
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_a_right_launch_goes_on_and_a_wrong_one_starts_nothing(
-    kind: str, job: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_a_right_launch_goes_on_and_a_wrong_one_starts_nothing(kind, job, releases, converted):
     right = gate(job, COMMANDS[kind], releases(NAME), converted(NAME))
     assert right.returncode == 0, right.stderr
     assert (job / "started").read_text().count("--hf-checkpoint") == 1
@@ -60,9 +55,7 @@ def test_a_right_launch_goes_on_and_a_wrong_one_starts_nothing(
     assert "FAILED" in wrong.stderr
 
 
-def test_the_trainer_gets_the_very_words_and_its_exit_code_is_that_of_gate(
-    job: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_the_trainer_gets_the_very_words_and_its_exit_code_is_that_of_gate(job, releases, converted):
     (job / "train.py").write_text("import sys\nopen('started', 'w').write(repr(sys.argv[1:]))\nsys.exit(7)\n")
     done = gate(job, COMMANDS["bash"], releases(NAME), converted(NAME), "--report", "found.json")
     assert done.returncode == 7
@@ -70,7 +63,7 @@ def test_the_trainer_gets_the_very_words_and_its_exit_code_is_that_of_gate(
     assert json.loads((job / "found.json").read_text())["status"] == "passed"
 
 
-def test_of_several_trainers_none_starts_before_the_verdict(job: Path, releases: PathOf, converted: PathOf) -> None:
+def test_of_several_trainers_none_starts_before_the_verdict(job, releases, converted):
     for script in (
         f"python3 train.py {OPTIONS}\npython3 train.py again\npython3 train.py {OPTIONS}\n",
         f"for rank in 0 1 2; do python3 train.py {OPTIONS} & done\nwait\n",
@@ -83,16 +76,14 @@ def test_of_several_trainers_none_starts_before_the_verdict(job: Path, releases:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_inconclusive_launch_goes_on_unless_strict(strict: bool, job: Path, converted: PathOf) -> None:
+def test_an_inconclusive_launch_goes_on_unless_strict(strict, job, converted):
     in_no_cache = Path("organization/model")
     done = gate(job, COMMANDS["bash"], in_no_cache, converted(NAME), *["--strict"] * strict)
     assert "INCONCLUSIVE" in done.stderr, done.stderr
     assert ((job / "started").exists(), done.returncode) == ((False, 1) if strict else (True, 0))
 
 
-def test_no_module_of_the_job_is_imported_by_the_one_that_judges(
-    job: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_no_module_of_the_job_is_imported_by_the_one_that_judges(job, releases, converted):
     for name in ("ckptkit", "verify", "json", "click", "torch", "numpy"):
         (job / f"{name}.py").write_text("open('imported', 'w').close()\nraise SystemExit('planted')\n")
     (job / "train.py").write_text("open('started', 'w').close()\n")
@@ -102,14 +93,14 @@ def test_no_module_of_the_job_is_imported_by_the_one_that_judges(
     assert not (job / "imported").exists()
 
 
-def test_python_that_starts_no_trainer_keeps_its_environment(job: Path) -> None:
+def test_python_that_starts_no_trainer_keeps_its_environment(job):
     code = "import sys; print(sys.executable, sys.prefix)"
     done = gate(job, ["bash", "-c", f"python -c '{code}'; python3 -c '{code}'"], job, job)
     folder = Path(sys.executable).parent
     assert done.stdout.splitlines() == [f"{folder / name} {sys.prefix}" for name in ("python", "python3")]
 
 
-def test_a_command_that_starts_no_trainer_says_so_and_keeps_its_exit_code(job: Path) -> None:
+def test_a_command_that_starts_no_trainer_says_so_and_keeps_its_exit_code(job):
     done = gate(job, ["bash", "-c", "python3 -c 'print(5)'; exit 3"], job, job)
     assert (done.returncode, done.stdout) == (3, "5\n")
     assert "start" in done.stderr
@@ -118,7 +109,7 @@ def test_a_command_that_starts_no_trainer_says_so_and_keeps_its_exit_code(job: P
     assert "no-such-command" in gone.stderr
 
 
-def test_a_signal_reaches_the_command(job: Path) -> None:
+def test_a_signal_reaches_the_command(job):
     (job / "run.sh").write_text(
         "trap 'echo stopped > trapped; exit 9' TERM\ntouch ready\nwhile :; do sleep 0.1; done\n"
     )
@@ -131,7 +122,7 @@ def test_a_signal_reaches_the_command(job: Path) -> None:
     assert (job / "trapped").exists()
 
 
-def test_nothing_is_left_behind(job: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nothing_is_left_behind(job, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("scratch")
     gate(job, ["true"], job, job, TMPDIR=str(scratch))
     assert list(scratch.iterdir()) == []

@@ -5,9 +5,7 @@ import inspect
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from families.case import save
 from families.mtp import with_tensors
 from support import models
 from support.deltas import edit_index, publish, trained
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.processes import python
 from torch import nn
@@ -39,30 +36,30 @@ SIGNATURES = {
 }
 
 
-def hook(path: str) -> Callable[..., None]:
+def hook(path):
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     assert callable(found)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def arguments(release: Path, **changes: Any) -> Namespace:
+def arguments(release, **changes):
     args = megatron_args(dims_of(HfCheckpoint(release).config))
     return Namespace(**{**args, "hf_checkpoint": str(release), "rank": 0, **changes})
 
 
-def test_hooks_have_the_signatures_that_the_trainers_call_and_are_in_the_table() -> None:
+def test_hooks_have_the_signatures_that_the_trainers_call_and_are_in_the_table():
     found = {name: list(inspect.signature(hook(f"ckptkit.hooks.{name}")).parameters) for name in SIGNATURES}
     assert found == SIGNATURES
     assert set(re.findall(r"`ckptkit\.hooks\.(\w+)`", TEXT)) == {*SIGNATURES, "WeightSyncCheck", "watch_updates"}
 
 
-def test_no_hook_is_imported_unless_asked_for() -> None:
+def test_no_hook_is_imported_unless_asked_for():
     code = "import sys, ckptkit, ckptkit.app.api; print([name for name in sys.modules if 'hooks' in name])"
     assert "ckptkit" not in python("-c", code).stdout
 
 
-def test_arguments_of_another_model_stop_the_job(releases: PathOf) -> None:
+def test_arguments_of_another_model_stop_the_job(releases):
     after_init = hook("ckptkit.hooks.after_init")
     after_init(arguments(releases(NAME)))
     after_init(arguments(releases(NAME), mtp_num_layers=None, vocab_size=None))
@@ -76,7 +73,7 @@ def test_arguments_of_another_model_stop_the_job(releases: PathOf) -> None:
             after_init(Namespace(hf_checkpoint=given))
 
 
-def chunk(router: torch.Tensor, weight: torch.Tensor) -> nn.Module:
+def chunk(router, weight):
     """A model chunk with a router under Megatron's name, wrapped as Megatron wraps it."""
     router_module, linear = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     router_module.weight, linear.weight = nn.Parameter(router), nn.Parameter(weight)
@@ -85,10 +82,10 @@ def chunk(router: torch.Tensor, weight: torch.Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "before"), [("before_log_prob", ("ref_",)), ("before_train_step", None)])
-def test_parameters_are_looked_at_before_each_use(name: str, before: tuple[str, ...] | None) -> None:
+def test_parameters_are_looked_at_before_each_use(name, before):
     run = hook(f"ckptkit.hooks.{name}")
 
-    def call(model: list[nn.Module]) -> None:
+    def call(model):
         run(Namespace(), model, *before) if before else run(Namespace(), 3, 1, model, None, None)
 
     good, router = torch.ones(4, 4), torch.arange(8.0).reshape(2, 4)
@@ -102,9 +99,7 @@ def test_parameters_are_looked_at_before_each_use(name: str, before: tuple[str, 
     assert ("ref_" if before else "step 1 of rollout 3") in raised.value.message
 
 
-def test_save_that_is_sound_passes_and_one_that_lost_a_file_stops_the_job(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_that_is_sound_passes_and_one_that_lost_a_file_stops_the_job(releases, converted, copy_of, capsys):
     saved, exported, args = copy_of(converted(NAME)), releases(NAME), arguments(releases(NAME))
     after_save = hook("ckptkit.hooks.after_save")
     iteration = (saved / "release").rename(saved / "iter_0000010")
@@ -123,7 +118,7 @@ def test_save_that_is_sound_passes_and_one_that_lost_a_file_stops_the_job(
     assert any(line.startswith("CK112 ") for line in raised.value.details)
 
 
-def test_disk_update_that_is_sound_passes_and_a_dead_router_stops_the_job(releases: PathOf, copy_of: CopyOf) -> None:
+def test_disk_update_that_is_sound_passes_and_a_dead_router_stops_the_job(releases, copy_of):
     version, args = copy_of(releases(NAME)), arguments(releases(NAME), update_weight_mode="full")
     written = hook("ckptkit.hooks.after_weight_write")
     written(args, str(version), [])
@@ -139,7 +134,7 @@ def test_disk_update_that_is_sound_passes_and_a_dead_router_stops_the_job(releas
     assert any(line.startswith("CK102 ") for line in raised.value.details)
 
 
-def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path: Path) -> None:
+def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path):
     whole = CASES["glm4_moe-mtp"]
     save("whole", whole, tmp_path / "whole", torch.bfloat16)
     pruned = with_tensors(whole, lambda key: not key.startswith("model.layers.12."))
@@ -148,7 +143,7 @@ def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path: Path
     hook("ckptkit.hooks.after_weight_write")(args, str(tmp_path / "version"), [])
 
 
-def test_delta_update_is_whole_and_of_the_release(releases: PathOf, tmp_path: Path) -> None:
+def test_delta_update_is_whole_and_of_the_release(releases, tmp_path):
     """It is known by its directory: miles has no argument that says so. Earlier versions may be pruned."""
     written, args = hook("ckptkit.hooks.after_weight_write"), Namespace(hf_checkpoint=str(releases(NAME)))
     written(args, str(tmp_path), [])  # before the first update the directory is empty
@@ -174,13 +169,13 @@ def test_delta_update_is_whole_and_of_the_release(releases: PathOf, tmp_path: Pa
         written(args, str(path), [])
 
 
-def test_only_rank_0_looks_at_a_disk_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_looks_at_a_disk_update(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
     hook("ckptkit.hooks.after_weight_write")(Namespace(hf_checkpoint=None), "/absent", [])
 
 
-def verl(*overrides: str) -> tuple[int, str]:
+def verl(*overrides):
     """Exit code and standard error of a driver that imports the module as verl does, with these overrides."""
     code = "import importlib; importlib.import_module('ckptkit.hooks_verl'); print('imported')"
     done = python("-c", code, *overrides)
@@ -188,7 +183,7 @@ def verl(*overrides: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_verl_launch_is_checked_by_its_overrides(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_verl_launch_is_checked_by_its_overrides(releases, converted, tmp_path):
     path, prefix = converted(NAME) / "release", "actor_rollout_ref.actor.megatron"
     model = f"actor_rollout_ref.model.path={releases(NAME)}"
     switch, directory = f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path="
@@ -208,7 +203,7 @@ def test_verl_launch_is_checked_by_its_overrides(releases: PathOf, converted: Pa
     assert "CK102" in said
 
 
-def test_verl_process_without_a_directory_checks_nothing() -> None:
+def test_verl_process_without_a_directory_checks_nothing():
     assert verl("--node-ip-address=10.0.0.7") == (0, "")
     code, said = verl("actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B")
     assert (code, "directory" in said) == (0, True)

@@ -3,21 +3,18 @@
 import re
 import resource
 import time
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from mutations.edits import edit_config
 from support import published
-from support.fixture_types import CopyOf, PathOf
 from support.nightly import daily
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 
-CHANGES: list[tuple[dict[str, Any], str]] = [
+CHANGES = [
     ({"num_hidden_layers": 1_001}, "num_hidden_layers is 1001, not at most 1,000"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers.*4"),
     ({"num_hidden_layers": True}, "num_hidden_layers.*True"),
@@ -46,11 +43,11 @@ _MAX_SECONDS, _MAX_MEMORY = 5, 1 << 20  # of the processor; kB more than before
 
 
 @pytest.fixture
-def hostile(copy_of: CopyOf, releases: PathOf) -> Path:
+def hostile(copy_of, releases):
     return copy_of(releases("qwen3_moe"))
 
 
-def run(*command: str | Path) -> tuple[Result, str]:
+def run(*command):
     """Runs a command in this process, and returns all that it says. Fails for a traceback, and where it takes long."""
     seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = CliRunner().invoke(cli, list(map(str, command)), standalone_mode=False)
@@ -63,9 +60,7 @@ def run(*command: str | Path) -> tuple[Result, str]:
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=[message[:60] for _, message in CHANGES])
-def test_value_that_no_model_has_is_refused_by_every_command(
-    change: dict[str, Any], message: str, hostile: Path, tmp_path: Path
-) -> None:
+def test_value_that_no_model_has_is_refused_by_every_command(change, message, hostile, tmp_path):
     edit_config(hostile, **change)
     for command in (
         ("convert", hostile, tmp_path / "out", "--dry-run"),
@@ -82,7 +77,7 @@ def test_value_that_no_model_has_is_refused_by_every_command(
 
 
 @pytest.mark.parametrize("row", daily(CHANGES, CHANGES[::6]), ids=[message[:60] for _, message in CHANGES])
-def test_verify_and_preflight_name_the_value_that_no_model_has(row: tuple[dict[str, Any], str], hostile: Path) -> None:
+def test_verify_and_preflight_name_the_value_that_no_model_has(row, hostile):
     change, message = row
     edit_config(hostile, **change)
     for command in (("verify", hostile, "--json"), ("preflight", "--hf-checkpoint", hostile, "--json")):

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.models import edit_metadata
 from support.whole_files import write
@@ -27,7 +25,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("file", OTHER)
-def test_other_weights_are_named(tmp_path: Path, file: str) -> None:
+def test_other_weights_are_named(tmp_path, file):
     source = tmp_path / "source"
     write(source / file, "x")
     for message in ("holds no checkpoint", "neither"):
@@ -41,7 +39,7 @@ def test_other_weights_are_named(tmp_path: Path, file: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_safetensors_that_nothing_names(tmp_path: Path) -> None:
+def test_safetensors_that_nothing_names(tmp_path):
     write(tmp_path / "config.json", "{}")
     with pytest.raises(CkptkitError, match="has neither") as error:
         inspect(tmp_path)
@@ -52,7 +50,7 @@ def test_safetensors_that_nothing_names(tmp_path: Path) -> None:
     assert str(error.value.hint) == text_with("model-00001-of-00002.safetensors model.safetensors.index.json index")
 
 
-def test_the_folder_of_the_authors_format(releases: PathOf, copy_of: CopyOf) -> None:
+def test_the_folder_of_the_authors_format(releases, copy_of):
     source = copy_of(releases("qwen2-tied"))
     shutil.copytree(releases("qwen2-tied"), source / "original")
     with pytest.raises(CkptkitError, match="authors") as error:
@@ -61,7 +59,7 @@ def test_the_folder_of_the_authors_format(releases: PathOf, copy_of: CopyOf) -> 
     assert inspect(source)["tensors"] == inspect(releases("qwen2-tied"))["tensors"]
 
 
-def test_safetensors_beside_pickles_are_used(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_safetensors_beside_pickles_are_used(releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     for name in ("pytorch_model-00001-of-00001.bin", "consolidated.00.pth", "model.gguf"):
         write(source / name, "x")
@@ -83,7 +81,7 @@ def test_safetensors_beside_pickles_are_used(releases: PathOf, copy_of: CopyOf, 
         ("notes.txt", "config.json"),
     ],
 )
-def test_a_file_instead_of_a_directory(tmp_path: Path, name: str, hint: str) -> None:
+def test_a_file_instead_of_a_directory(tmp_path, name, hint):
     write(tmp_path / name, "x")
     with pytest.raises(CkptkitError, match="directory") as error:
         inspect(tmp_path / name)
@@ -100,14 +98,14 @@ def test_a_file_instead_of_a_directory(tmp_path: Path, name: str, hint: str) -> 
         "global_step5/mp_rank_00_model_states.pt",
     ],
 )
-def test_a_checkpoint_further_down_is_named(tmp_path: Path, file: str) -> None:
+def test_a_checkpoint_further_down_is_named(tmp_path, file):
     write(tmp_path / file, "x")
     with pytest.raises(CkptkitError, match="holds no checkpoint") as error:
         inspect(tmp_path)
     assert error.value.hint == text_with(f"{(tmp_path / file).parent}")
 
 
-def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_path: Path) -> None:
+def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_path):
     """Of verl and of miles' FSDP trainer; a tracker of Megatron's whose iteration is gone fails."""
     folders = {"verl": "global_step_7/actor/dist_ckpt", "fsdp": "iter_0000007/model", "megatron": "iter_0000006"}
     for name, folder in folders.items():
@@ -124,7 +122,7 @@ def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_pat
     assert (report.status, report.findings[0].code) == ("failed", "CK111")
 
 
-def test_config_beside_the_weights_of_verl_names_the_command_that_merges_them(tmp_path: Path) -> None:
+def test_config_beside_the_weights_of_verl_names_the_command_that_merges_them(tmp_path):
     config = tmp_path / "actor/huggingface"
     write(config / "config.json", '{"model_type": "qwen3"}')
     write(tmp_path / "actor/model_world_size_2_rank_0.pt", "x")
@@ -133,9 +131,7 @@ def test_config_beside_the_weights_of_verl_names_the_command_that_merges_them(tm
 
 
 @pytest.mark.parametrize("kind", ["index", "file", "adapter", "Megatron"])
-def test_a_source_without_tensors_is_refused_and_nothing_is_written(
-    kind: str, tmp_path: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_a_source_without_tensors_is_refused_and_nothing_is_written(kind, tmp_path, releases, converted):
     release, source = releases("qwen2-tied"), tmp_path / "source"
     options = {"merge": source} if kind == "adapter" else {}
     if kind == "Megatron":

@@ -2,9 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from click.testing import CliRunner
 from families import case
 from mutations.edits import edit_config, replace, tensor
 from support import floats, models, quantized
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.sglang_sizes import widened
 
@@ -30,7 +26,7 @@ WORDS = "FP8 float8_e4m3fn 100 60"
 
 
 @pytest.fixture(scope="module")
-def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp8(releases, tmp_path_factory):
     target = tmp_path_factory.mktemp("fp8") / "release"
     config = {"quant_method": "fp8", "weight_block_size": [100, 60]}
     quantized.write(
@@ -43,11 +39,11 @@ def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(*arguments: str | Path) -> str:
+def run(*arguments):
     return str(CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).stdout)
 
 
-def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) -> None:
+def test_the_command_line_says_what_it_dequantizes(fp8, tmp_path):
     assert run("inspect", fp8) == text_with(f"quantization {WORDS} 84 ckptkit convert")
     assert run("convert", fp8, tmp_path / "megatron", "--dry-run") == text_with(f"dequantized {WORDS}")
     assert json.loads(run("convert", fp8, tmp_path / "megatron", "--json"))["dequantized"] == text_with(WORDS)
@@ -55,7 +51,7 @@ def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) ->
     assert inspect(tmp_path / "back")["quantization"] is None
 
 
-def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
+def test_from_fp8_to_int4(fp8, tmp_path):
     """Directly and by way of Megatron, as if the plain weights had been quantized."""
     scheme = QuantScheme(32, "qmax7")
     convert(fp8, tmp_path / "megatron")
@@ -69,12 +65,12 @@ def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
         assert read_scheme(json.loads((tmp_path / way / "config.json").read_text())) == stated
 
 
-def test_a_format_that_is_not_known(releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_a_format_that_is_not_known(releases, converted, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     edit_config(source, quantization_config={"quant_method": "awq", "bits": 4})
     message = "quantization method 'awq' is not supported"
     assert inspect(source)["quantization"] == text_with(f"config.json {message}")
-    jobs: list[Callable[[], Any]] = [
+    jobs = [
         lambda: convert(source, tmp_path / "out"),
         lambda: quantize(source, tmp_path / "out", QuantScheme(32, "qmax7")),
         lambda: convert(converted("qwen2-tied"), tmp_path / "out", hf=source),
@@ -87,7 +83,7 @@ def test_a_format_that_is_not_known(releases: PathOf, converted: PathOf, copy_of
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 
-def test_quantized_weights_of_which_the_config_says_nothing(fp8: Path, copy_of: CopyOf, tmp_path: Path) -> None:
+def test_quantized_weights_of_which_the_config_says_nothing(fp8, copy_of, tmp_path):
     source = copy_of(fp8)
     edit_config(source, quantization_config=None)
     with pytest.raises(CkptkitError, match="bfloat16, float16.*float32") as error:
@@ -95,7 +91,7 @@ def test_quantized_weights_of_which_the_config_says_nothing(fp8: Path, copy_of: 
     assert "config.json" in str(error.value.hint)
 
 
-def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
+def test_a_config_with_a_model_inside(tmp_path):
     """The dtype is corrected where it is stated, and `quantization_config` goes wherever it stands."""
     text = {"hidden_size": 4, "torch_dtype": "float8_e4m3fn", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
@@ -104,7 +100,7 @@ def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == expected
 
 
-def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: PathOf, tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases, tmp_path):
     meant = quantized.write(  # as OpenAI does; returns what it means, by a formula of its own
         releases("gpt_oss"),
         tmp_path / "mxfp4",
@@ -130,8 +126,8 @@ def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: Pat
 
 @pytest.mark.nightly
 def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounded_element_counted(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """As Kimi K3 stores it. FP8 by powers of two holds these weights but for what `verify` counts; BF16 all."""
     case.save("deepseek_v3", widened("deepseek_v3"), tmp_path / "plain", torch.bfloat16)
     source = floats.write(tmp_path / "plain", tmp_path / "mxfp4", floats.SPELLINGS["mxfp4-compressed"])
@@ -159,7 +155,7 @@ def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounde
         quantize(source, tmp_path / "exact", FloatScheme("fp8-block", "deepgemm", exact=True))
 
 
-def test_nothing_to_dequantize_is_refused(releases: PathOf, fp8: Path, tmp_path: Path) -> None:
+def test_nothing_to_dequantize_is_refused(releases, fp8, tmp_path):
     with pytest.raises(CkptkitError, match="dequantize"):
         quantize(releases("qwen2-tied"), tmp_path / "out", None)
     for words in (["--group-size", "32"], ["--rounding", "slime"], ["--ignore", "lm_head"], ["--tp", "2"]):

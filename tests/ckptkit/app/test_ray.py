@@ -7,19 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 from support import models
-from support.fixture_types import PathOf
 from support.models import content
 from support.nightly import daily
 from support.processes import environment
@@ -46,7 +44,7 @@ Write = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     """Three nodes with four CPUs. This process is connected to the first, so all tests have the same workers."""
     from ray.cluster_utils import Cluster
 
@@ -63,7 +61,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
+def ways(releases, converted):
     return {
         "to Megatron": partial(convert, releases("qwen3_moe"), max_shard_size=FILE_BYTES),
         "to HF": partial(convert, converted("qwen3_moe")),
@@ -72,14 +70,12 @@ def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
 
 
 @pytest.fixture
-def to_megatron(ways: dict[str, Write]) -> Write:
+def to_megatron(ways):
     return ways["to Megatron"]
 
 
 @pytest.mark.parametrize("way", daily(["to Megatron", "to HF", "to INT4"], ["to Megatron"]))
-def test_the_bytes_are_the_same_at_any_number_of_workers(
-    cluster: Any, ways: dict[str, Write], way: str, tmp_path: Path
-) -> None:
+def test_the_bytes_are_the_same_at_any_number_of_workers(cluster, ways, way, tmp_path):
     ways[way](tmp_path / "plain")
     expected = content(tmp_path / "plain")
     assert len(expected) > 20
@@ -89,7 +85,7 @@ def test_the_bytes_are_the_same_at_any_number_of_workers(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4", "plain"]
 
 
-def test_a_worker_that_is_killed_costs_only_its_tasks(cluster: Any, to_megatron: Write, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_costs_only_its_tasks(cluster, to_megatron, tmp_path):
     to_megatron(tmp_path / "plain")
     with ThreadPoolExecutor(1) as pool:
         out, killed = tmp_path / "out", list[int]()
@@ -104,9 +100,7 @@ def test_a_worker_that_is_killed_costs_only_its_tasks(cluster: Any, to_megatron:
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_coordinator_that_is_killed_is_resumed(
-    cluster: Any, releases: PathOf, to_megatron: Write, tmp_path: Path
-) -> None:
+def test_a_coordinator_that_is_killed_is_resumed(cluster, releases, to_megatron, tmp_path):
     to_megatron(tmp_path / "plain")
     for attempt in count():  # a run may end before it is caught
         out = tmp_path / f"out{attempt}"
@@ -126,9 +120,7 @@ def test_a_coordinator_that_is_killed_is_resumed(
     assert not out.with_name(f"{out.name}.partial").exists()
 
 
-def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
-    cluster: Any, converted: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(cluster, converted, copy_of, tmp_path):
     source = copy_of(converted("qwen3_moe"))
     file = next((source / "release").glob("*.distcp"))
     damaged = bytearray(file.read_bytes())
@@ -147,7 +139,7 @@ def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
 
 
 @pytest.mark.nightly
-def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(cluster: Any) -> None:
+def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(cluster):
     # In a process of its own: Ray aborted it within 10 to 30 rounds where tasks were cancelled.
     words = [sys.executable, str(Path(__file__).parents[2] / "support/failing_tasks.py"), cluster.address, "40"]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True)
@@ -155,9 +147,7 @@ def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr
 
 
-def test_a_report_of_a_broken_checkpoint_is_the_same(
-    cluster: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path]
-) -> None:
+def test_a_report_of_a_broken_checkpoint_is_the_same(cluster, releases, converted, copy_of):
     broken = copy_of(releases("qwen3_moe"))
     gate, up = (f"model.layers.1.mlp.experts.3.{name}_proj.weight" for name in ("gate", "up"))
     found = models.tensors(broken)
@@ -174,9 +164,7 @@ def test_a_report_of_a_broken_checkpoint_is_the_same(
     assert {finding["code"] for finding in plain["findings"]} == {"CK202", "CK204"}
 
 
-def test_a_task_that_is_lost_again_and_again_ends_the_run(
-    cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_is_lost_again_and_again_ends_the_run(cluster, to_megatron, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_tasks, "_task", lambda: lambda *_: os.kill(os.getpid(), 9))
     monkeypatch.setattr(ray_tasks, "RETRIES", 1)
     with pytest.raises(CkptkitError, match=r"release/__0_0.distcp.*2.*[\s\S]*enough"):
@@ -184,16 +172,14 @@ def test_a_task_that_is_lost_again_and_again_ends_the_run(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_node_with_another_version_is_named(
-    cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_another_version_is_named(cluster, to_megatron, tmp_path, monkeypatch):
     here = ray_tasks.program_version()
     monkeypatch.setattr(ray_tasks, "program_version", lambda: "9.9")
     with pytest.raises(CkptkitError, match=rf"node \S+ has ckptkit {here}, .* 9.9\n.*install"):
         to_megatron(tmp_path / "out", ray=cluster.address)
 
 
-def test_without_cpus_or_gpus_in_the_cluster_there_is_no_waiting_for_one() -> None:
+def test_without_cpus_or_gpus_in_the_cluster_there_is_no_waiting_for_one():
     empty = SimpleNamespace(cluster_resources=lambda: {"memory": 1e9})
     with pytest.raises(CkptkitError, match="the Ray cluster has no GPUs"):
         ray_tasks.check_gpus(empty)
@@ -202,7 +188,7 @@ def test_without_cpus_or_gpus_in_the_cluster_there_is_no_waiting_for_one() -> No
 
 
 @pytest.fixture
-def task(releases: PathOf, tmp_path: Path) -> TaskInput:
+def task(releases, tmp_path):
     options = RunOptions(
         "convert", str(releases("qwen3_moe")), tmp_path / "out", max_shard_size=FILE_BYTES, memory=1 << 20
     )
@@ -212,17 +198,17 @@ def task(releases: PathOf, tmp_path: Path) -> TaskInput:
     return TaskInput(options, tmp_path / "out.partial", "run-1", source, digest_of(make_plan(options)))
 
 
-def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> None:
+def test_a_task_writes_and_records_its_files_and_no_others(task):
     write_batch(task, ["release/__0_1.distcp", "release/__0_3.distcp"])
     written = sorted(path.name for path in (task.partial / "release").iterdir())
     assert written == ["__0_1.distcp", "__0_3.distcp"]
     assert sorted(path.name for path in recorded(task.partial.with_name("out"))) == written
 
 
-def act_when_opened(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+def act_when_opened(monkeypatch, act):
     opened = FilesWriter._opened
 
-    def watched(self: FilesWriter, file: str) -> Any:
+    def watched(self, file):
         found = opened(self, file)
         act()
         return found
@@ -230,12 +216,10 @@ def act_when_opened(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) ->
     monkeypatch.setattr(FilesWriter, "_opened", watched)
 
 
-def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
-    task: TaskInput, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(task, monkeypatch):
     record = Journal.record
 
-    def last(self: Journal, *arguments: Any) -> None:
+    def last(self, *arguments):
         record(self, *arguments)
         task.partial.rename(task.partial.with_name("out"))
 
@@ -245,9 +229,7 @@ def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
     assert not task.partial.exists()
 
 
-def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(
-    task: TaskInput, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_next(task, monkeypatch):
     # Ray's workers may outlive a coordinator that is killed, and its lock does not: another run may have begun.
     act_when_opened(monkeypatch, Journal(task.partial).end_dead_runs)
     with pytest.raises(CkptkitError, match="task"):
@@ -256,9 +238,7 @@ def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_n
     assert recorded(task.partial.with_name("out")) == []
 
 
-def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
-    task: TaskInput, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(task, monkeypatch):
     act_when_opened(monkeypatch, lambda: Journal(task.partial).stop_run(task.token))
     write_batch(task, ["release/__0_1.distcp"])
     assert [path.name for path in recorded(task.partial.with_name("out"))] == ["__0_1.distcp"]
@@ -275,21 +255,19 @@ def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
     ],
     ids=["source", "plan", "destination"],
 )
-def test_a_node_that_sees_another_source_or_destination_is_named(
-    task: TaskInput, change: dict[str, Any], named: str
-) -> None:
+def test_a_node_that_sees_another_source_or_destination_is_named(task, change, named):
     with pytest.raises(CkptkitError, match=rf"{socket.gethostname()}.*{named}"):
         write_batch(replace(task, **change), ["release/__0_1.distcp"])
     assert not (task.partial / "release").exists()
 
 
-def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
+def test_a_node_that_sees_another_checkpoint_is_named(releases):
     task = reading.TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
     with pytest.raises(CkptkitError, match=r"\S+.*\S+qwen3_moe.*\S+qwen2-tied"):
         reading.look_at(task, ["model.norm.weight"])
 
 
-def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
+def test_a_file_that_arrived_in_part_is_missed(task):
     plan, file = make_plan(task.options), task.partial / "release/__0_2.distcp"
     write_batch(task, list(plan.files()))
     _check_written(plan, task.partial, Journal(task.partial))
@@ -299,7 +277,7 @@ def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
         _check_written(plan, task.partial, Journal(task.partial))
 
 
-def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> None:
+def test_small_files_are_cut_into_several_tasks_a_worker(task):
     plan = make_plan(task.options)
     for workers in (1, 2, 4):
         batches = batches_of(plan, workers)
@@ -308,18 +286,18 @@ def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> Non
         assert sum(batches.values()) == sum(plan.outputs[0].files.size(file) for file in plan.files())
 
 
-def recorded(out: Path) -> list[Path]:
+def recorded(out):
     partial = out.with_name(f"{out.name}.partial")
     records = [path.name for path in (partial / JOURNAL).glob("release%*.json")]
     return [partial / record.removesuffix(".json").replace("%", "/") for record in records]
 
 
-def wait_until_begun(out: Path, has_ended: Callable[[], object]) -> None:
+def wait_until_begun(out, has_ended):
     while not recorded(out) and has_ended() in (None, False):
         time.sleep(0.001)
 
 
-def busy_workers(cluster: Any) -> list[int]:
+def busy_workers(cluster):
     """The processes on all nodes that are at a task of ours, which Ray gives a title."""
     busy = list[int]()
     for node in [cluster.head_node, *cluster.worker_nodes]:

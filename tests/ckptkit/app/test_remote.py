@@ -3,15 +3,13 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import models, processes
 from support.fake_hub import fake_hub
-from support.fixture_types import PathOf
-from support.remote_servers import Bucket, Request, breaking, serving, use_s3
+from support.remote_servers import breaking, serving, use_s3
 from support.whole_files import write
 
 import ckptkit
@@ -33,7 +31,7 @@ SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Path:
+def two(tmp_path):
     root = tmp_path / "two"
     places = {"big": "1.safetensors", "small": "1.safetensors", "other": "2.safetensors"}
     write(root / "config.json", '{"model_type": "x"}')
@@ -44,7 +42,7 @@ def two(tmp_path: Path) -> Path:
     return root
 
 
-def test_tensors_config_and_side_files_are_those_of_the_release(releases: PathOf, bucket: Bucket) -> None:
+def test_tensors_config_and_side_files_are_those_of_the_release(releases, bucket):
     source = releases("qwen2-tied")
     bucket.put_directory(source, "models/qwen")
     with open_directory(bucket.url("models/qwen")) as here:
@@ -61,7 +59,7 @@ def test_tensors_config_and_side_files_are_those_of_the_release(releases: PathOf
     assert not here.path.exists()
 
 
-def test_open_reads_a_url_after_its_headers_are_gone(releases: PathOf, bucket: Bucket) -> None:
+def test_open_reads_a_url_after_its_headers_are_gone(releases, bucket):
     source = releases("qwen2-tied")
     bucket.put_directory(source, "models/qwen")
     local, remote = ckptkit.open(source), ckptkit.open(bucket.url("models/qwen"))
@@ -76,18 +74,16 @@ def test_open_reads_a_url_after_its_headers_are_gone(releases: PathOf, bucket: B
 
 
 @pytest.mark.parametrize("part", [1000, 70_000])
-def test_a_tensor_is_read_in_parts(two: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+def test_a_tensor_is_read_in_parts(two, bucket, monkeypatch, part):
     bucket.put_directory(two, "two")
     monkeypatch.setattr(store, "_PART", part)
     with open_directory(bucket.url("two/")) as here:
         assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
 
 
-def test_opening_reads_headers_and_reading_reads_one_tensor(
-    two: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opening_reads_headers_and_reading_reads_one_tensor(two, bucket, s3_address, monkeypatch):
     bucket.put_directory(two, "two")
-    seen: list[Request] = []
+    seen = []
     with (
         serving(breaking(s3_address, seen)) as proxy,
         use_s3(monkeypatch, proxy),
@@ -102,13 +98,11 @@ def test_opening_reads_headers_and_reading_reads_one_tensor(
         assert [(request.method, request.bytes) for request in seen] == [("GET", 4)]
 
 
-def test_a_transfer_that_breaks_off_is_tried_again(
-    two: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_that_breaks_off_is_tried_again(two, bucket, s3_address, monkeypatch):
     bucket.put_directory(two, "two")
-    seen: list[Request] = []
+    seen = []
 
-    def tries() -> int:
+    def tries():
         return [one.bytes for one in seen].count(BIG.nbytes)
 
     once = breaking(s3_address, seen, lambda request: request.bytes == BIG.nbytes and tries() == 1)
@@ -117,7 +111,7 @@ def test_a_transfer_that_breaks_off_is_tried_again(
     assert tries() == 2
 
 
-def test_a_shard_that_became_shorter_is_named_with_the_tensor(two: Path, bucket: Bucket) -> None:
+def test_a_shard_that_became_shorter_is_named_with_the_tensor(two, bucket):
     bucket.put_directory(two, "two")
     with open_directory(bucket.url("two")) as here:
         checkpoint = HfCheckpoint(here)
@@ -128,7 +122,7 @@ def test_a_shard_that_became_shorter_is_named_with_the_tensor(two: Path, bucket:
 
 
 @pytest.mark.parametrize("key", ["two/1.safetensors", "two/config.json", "two/new.json", None])
-def test_what_was_written_meanwhile_is_noticed(two: Path, bucket: Bucket, key: str | None) -> None:
+def test_what_was_written_meanwhile_is_noticed(two, bucket, key):
     bucket.put_directory(two, "two")
     with open_directory(bucket.url("two")) as here:
         check_unchanged(here)
@@ -140,7 +134,7 @@ def test_what_was_written_meanwhile_is_noticed(two: Path, bucket: Bucket, key: s
             check_unchanged(here)
 
 
-def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket: Bucket) -> None:
+def test_hidden_files_and_weights_in_other_formats_stay_there(two, bucket):
     bucket.put_directory(two, "two")
     left = {".git/config", "original/consolidated.00.pth", "folder/"}
     brought = {"pytorch_model.bin", "ckptkit.json", "original/params.json"}
@@ -164,9 +158,7 @@ def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket:
         ("config.json", b"{", "not valid JSON"),
     ],
 )
-def test_a_damaged_file_is_refused_as_on_disk(
-    two: Path, bucket: Bucket, file: str, damaged: bytes | None, message: str
-) -> None:
+def test_a_damaged_file_is_refused_as_on_disk(two, bucket, file, damaged, message):
     bucket.put_directory(two, "two")
     bucket.delete(f"two/{file}") if damaged is None else bucket.put(f"two/{file}", damaged)
     with pytest.raises(CkptkitError, match=message) as error, open_directory(bucket.url("two")) as here:
@@ -175,7 +167,7 @@ def test_a_damaged_file_is_refused_as_on_disk(
     assert not here.path.exists()
 
 
-def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket) -> None:
+def test_a_key_that_is_no_file_name_is_refused(two, bucket):
     for number, key in enumerate(("../escaped.json", "/twice.json", "./same.json")):
         bucket.put_directory(two, f"{number}")
         bucket.put(f"{number}/{key}", b"{}")
@@ -183,7 +175,7 @@ def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket) -> Non
             pass
 
 
-def test_a_single_file_needs_no_index(two: Path, bucket: Bucket) -> None:
+def test_a_single_file_needs_no_index(two, bucket):
     bucket.put("one/model.safetensors", (two / "1.safetensors").read_bytes())
     bucket.put("one/config.json", b"{}")
     with open_directory(bucket.url("one")) as here:
@@ -194,30 +186,28 @@ MANIFEST = "ckptkit.json"
 
 
 @pytest.fixture(scope="module")
-def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron(small_release, tmp_path_factory):
     root = tmp_path_factory.mktemp("megatron") / "qwen-megatron"
     convert(small_release, root)
     return root
 
 
-def content(root: Path) -> dict[str, Any]:
+def content(root):
     """The files of a directory; of a manifest, what does not name a path, and of an index, where tensors are."""
     return {name: _bare(name, data) for name, data in models.content(root).items()}
 
 
-def uploaded(bucket: Bucket, prefix: str) -> dict[str, Any]:
+def uploaded(bucket, prefix):
     return {key.removeprefix(prefix): _bare(key, bucket.get(key)) for key in bucket.listed() if key.startswith(prefix)}
 
 
-def _bare(name: str, file: bytes) -> Any:
+def _bare(name, file):
     if name.endswith(MANIFEST):
         return {key: value for key, value in json.loads(file).items() if key not in ("command", "source_fingerprint")}
     return json.loads(file)["weight_map"] if name.endswith(".index.json") else file
 
 
-def test_from_s3_to_megatron_and_back_to_s3(
-    small_release: Path, megatron: Path, stored: str, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_from_s3_to_megatron_and_back_to_s3(small_release, megatron, stored, bucket, tmp_path):
     out = tmp_path / "qwen-megatron"
     convert(stored, out)
     assert content(out) == content(megatron)
@@ -230,7 +220,7 @@ def test_from_s3_to_megatron_and_back_to_s3(
     assert found == content(small_release)
 
 
-def test_int4_from_s3_to_s3(small_release: Path, stored: str, bucket: Bucket, tmp_path: Path) -> None:
+def test_int4_from_s3_to_s3(small_release, stored, bucket, tmp_path):
     quantize(small_release, tmp_path / "int4", int4_scheme(group_size=32))
     written = quantize(stored, bucket.url("int4"), int4_scheme(group_size=32))
     assert (written.source, written.destination) == (stored, bucket.url("int4"))
@@ -242,9 +232,7 @@ def test_int4_from_s3_to_s3(small_release: Path, stored: str, bucket: Bucket, tm
         assert file.read_bytes() == (tmp_path / "int4" / file.name).read_bytes()
 
 
-def test_the_release_on_the_way_back_may_be_at_a_url(
-    small_release: Path, megatron: Path, stored: str, tmp_path: Path
-) -> None:
+def test_the_release_on_the_way_back_may_be_at_a_url(small_release, megatron, stored, tmp_path):
     written = convert(megatron, tmp_path / "back", hf=stored)
     assert written.source == stored
     found = content(tmp_path / "back")
@@ -253,8 +241,8 @@ def test_the_release_on_the_way_back_may_be_at_a_url(
     assert "--hf " + stored in " ".join(json.loads((tmp_path / "back" / MANIFEST).read_text())["command"])
 
 
-def test_convert_from_the_hub_writes_the_same_bytes(small_release: Path, megatron: Path, tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_convert_from_the_hub_writes_the_same_bytes(small_release, megatron, tmp_path):
+    asked = []
     with fake_hub("org/qwen", small_release, asked) as address:
         hub = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
         done = processes.ckptkit("convert", "hf://org/qwen", tmp_path / "out", **hub)
@@ -267,7 +255,7 @@ def test_convert_from_the_hub_writes_the_same_bytes(small_release: Path, megatro
     assert "set HF_TOKEN, or run `hf auth login`" in absent.stderr
 
 
-def test_inspect_says_of_a_url_what_it_says_of_a_directory(small_release: Path, stored: str, bucket: Bucket) -> None:
+def test_inspect_says_of_a_url_what_it_says_of_a_directory(small_release, stored, bucket):
     assert inspect(stored) == inspect(small_release) | {"path": stored}
     assert model_arguments(stored) == model_arguments(small_release)
     before = bucket.listed()
@@ -275,7 +263,7 @@ def test_inspect_says_of_a_url_what_it_says_of_a_directory(small_release: Path, 
     assert bucket.listed() == before
 
 
-def test_a_path_is_a_path_with_file_in_front(small_release: Path, tmp_path: Path) -> None:
+def test_a_path_is_a_path_with_file_in_front(small_release, tmp_path):
     with pytest.raises(CkptkitError, match="overlaps"):
         quantize(f"file://{small_release}", small_release, int4_scheme(), overwrite=True)
     assert convert(f"file://{small_release}", f"file://{tmp_path}/out", dry_run=True).destination == str(
@@ -283,13 +271,11 @@ def test_a_path_is_a_path_with_file_in_front(small_release: Path, tmp_path: Path
     )
 
 
-def test_of_the_shards_only_those_being_written_are_here(
-    small_release: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here: list[list[str]] = []
+def test_of_the_shards_only_those_being_written_are_here(small_release, bucket, tmp_path, monkeypatch):
+    here = []
     put = Upload.put
 
-    def noting(self: Upload, file: Path, name: str) -> None:
+    def noting(self, file, name):
         here.append(sorted(path.name for path in file.parent.glob("*.safetensors")))
         put(self, file, name)
 
@@ -302,11 +288,11 @@ def test_of_the_shards_only_those_being_written_are_here(
 
 
 @pytest.fixture
-def cut_off(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cut_off(stored, tmp_path, monkeypatch):
     """Where a run from the URL to this machine was cut off when its first file was whole."""
     record = Journal.record
 
-    def first(self: Journal, file: str, *whole: Any) -> None:
+    def first(self, file, *whole):
         if self.count():
             raise ZeroDivisionError
         record(self, file, *whole)
@@ -318,7 +304,7 @@ def cut_off(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "out"
 
 
-def test_a_run_from_a_url_goes_on(cut_off: Path, small_release: Path, stored: str, tmp_path: Path) -> None:
+def test_a_run_from_a_url_goes_on(cut_off, small_release, stored, tmp_path):
     kept = tmp_path / "out.partial/model-00001-of-00003.safetensors"
     made = kept.stat().st_ino
     quantize(stored, cut_off, int4_scheme(group_size=32), resume=True)
@@ -327,13 +313,13 @@ def test_a_run_from_a_url_goes_on(cut_off: Path, small_release: Path, stored: st
     assert content(cut_off) == content(tmp_path / "whole")
 
 
-def test_a_run_from_a_url_that_was_written_since_does_not_go_on(cut_off: Path, stored: str, bucket: Bucket) -> None:
+def test_a_run_from_a_url_that_was_written_since_does_not_go_on(cut_off, stored, bucket):
     bucket.put("models/qwen/tokenizer_config.json", b"{}")
     with pytest.raises(CkptkitError, match="resumed"):
         quantize(stored, cut_off, int4_scheme(group_size=32), resume=True)
 
 
-def test_the_command_line_leaves_urls_as_they_are() -> None:
+def test_the_command_line_leaves_urls_as_they_are():
     words = ["s3://a//b/", "gs://c", "--hf", "hf://d/e", "--quantize", "w4a16", "--like", "file:///f"]
     found = conversion.convert.make_context("convert", words).params
     assert [found[name] for name in ("src", "dst", "hf", "like")] == ["s3://a//b/", "gs://c", "hf://d/e", Path("/f")]

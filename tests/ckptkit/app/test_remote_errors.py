@@ -4,14 +4,12 @@ import errno
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from support.messages import text_with
-from support.remote_servers import KEYS, Bucket, Request, breaking, free_port, refusing, serving, use_s3
+from support.remote_servers import KEYS, breaking, free_port, refusing, serving, use_s3
 from support.whole_files import whole
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -28,13 +26,13 @@ from ckptkit.transfer.upload import Upload
 from ckptkit.verify.launch.preflight import preflight
 
 
-def reading(url: str) -> None:
+def reading(url):
     """Opens a URL as a source."""
     with open_directory(url):
         pass
 
 
-def refusal(url: str, match: str, *uses: Callable[[str], object]) -> CkptkitError:
+def refusal(url, match, *uses):
     """What opening a URL as a source and as a destination (`Upload`) is refused with."""
     for use in uses or (reading, Upload):
         with pytest.raises(CkptkitError, match=match) as error:
@@ -42,17 +40,17 @@ def refusal(url: str, match: str, *uses: Callable[[str], object]) -> CkptkitErro
     return error.value
 
 
-def test_missing_bucket_is_refused(bucket: Bucket) -> None:
+def test_missing_bucket_is_refused(bucket):
     error = refusal("s3://not-there/model", "s3://not-there/model: The specified bucket does not exist")
     assert error.hint == "check the URL"
 
 
-def test_url_that_holds_nothing_is_refused(bucket: Bucket) -> None:
+def test_url_that_holds_nothing_is_refused(bucket):
     for prefix in ("nothing/here", ""):
         refusal(bucket.url(prefix), f"{bucket.url(prefix)} is empty", reading)
 
 
-def test_no_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials(bucket, monkeypatch):
     for name in KEYS:
         monkeypatch.delenv(name)
     error = refusal(bucket.url("model"), "Unable to locate credentials")
@@ -60,33 +58,31 @@ def test_no_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
-def test_not_permitted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def test_not_permitted(monkeypatch, code):
     with serving(refusing(403, code)) as address, use_s3(monkeypatch, address):
         error = refusal("s3://bucket/model", f"s3://bucket/model: {code}")
     assert "set AWS_ACCESS_KEY_ID" in str(error.hint)
 
 
-def test_a_destination_that_may_be_read_and_not_written_is_refused_before_the_work(
-    bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_may_be_read_and_not_written_is_refused_before_the_work(bucket, s3_address, monkeypatch):
     no_put = refusing(403, "AccessDenied", only="PUT", target=s3_address)
     with serving(no_put) as address, use_s3(monkeypatch, address):
         refusal(bucket.url("model"), "AccessDenied", Upload)
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(monkeypatch):
     with use_s3(monkeypatch, f"http://127.0.0.1:{free_port()}"):
         error = refusal("s3://bucket/model", "Could not connect to the endpoint URL")
     assert error.hint == text_with("AWS_ENDPOINT_URL")
 
 
 @pytest.fixture
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def google(monkeypatch):
     """Meanwhile gs:// means a server that refuses those without an account, and this machine has no account."""
     from gcsfs import GCSFileSystem
     from google.auth.exceptions import DefaultCredentialsError
 
-    def none(**_: object) -> None:
+    def none(**_):
         raise DefaultCredentialsError("Your default credentials were not found.")
 
     monkeypatch.setattr("google.auth.default", none)
@@ -99,9 +95,7 @@ def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GCSFileSystem.clear_instance_cache()
 
 
-def test_google_without_an_account_is_an_error_within_seconds(
-    google: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_google_without_an_account_is_an_error_within_seconds(google, monkeypatch, capfd):
     monkeypatch.setattr("ckptkit.storage.url._ANSWER_S", 1)
     began = time.monotonic()
     error = refusal("gs://b/c", r"gs://b/c: ")
@@ -116,20 +110,20 @@ def test_google_without_an_account_is_an_error_within_seconds(
 
 
 @pytest.mark.parametrize(("url", "module"), [("s3://bucket/model", "s3fs"), ("gs://bucket/model", "gcsfs")])
-def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: str, module: str) -> None:
+def test_a_library_that_is_not_installed(monkeypatch, url, module):
     # As another process would find it: fsspec keeps the classes that it has found.
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     assert refusal(url, f"{url}: .*{module}").hint == f"pip install {module}"
 
 
-def test_a_kind_of_url_that_nothing_reads() -> None:
+def test_a_kind_of_url_that_nothing_reads():
     error = refusal("nosuch://bucket/model", "nosuch://")
     assert error.hint == "give s3://, gs://, hf:// or az://, or download it"
 
 
-def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*arguments: object, **options: object) -> None:
+def test_a_store_that_cannot_be_written(monkeypatch):
+    def cannot(*arguments, **options):
         raise NotImplementedError
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.ls", cannot)
@@ -139,17 +133,17 @@ def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "key", ["latest_checkpointed_iteration.txt", "iter_0000010/.metadata", "mp_rank_00/model_optim_rng.pt"]
 )
-def test_megatron_checkpoint_at_a_url_is_refused(bucket: Bucket, key: str) -> None:
+def test_megatron_checkpoint_at_a_url_is_refused(bucket, key):
     bucket.put(f"model/{key}", b"x")
     assert refusal(bucket.url("model"), "Megatron.*HF.*directories.*URLs", reading).hint == text_with("disk")
 
 
-def test_a_directory_without_a_config_is_not_downloaded(bucket: Bucket) -> None:
+def test_a_directory_without_a_config_is_not_downloaded(bucket):
     bucket.put("everything/film.mkv", b"x")
     refusal(bucket.url("everything"), r"everything .*config\.json.*film\.mkv", reading)
 
 
-def test_what_takes_only_paths_says_so() -> None:
+def test_what_takes_only_paths_says_so():
     for path in ("s3://bucket/model", Path("s3://bucket/model"), Path("hf://org/model").absolute()):
         with pytest.raises(CkptkitError, match=r"^(s3://bucket|hf://org)/model is a URL, which") as error:
             locate(path)
@@ -172,9 +166,7 @@ CHAIN, UNKNOWN = "chain of URLs", "is not a supported store"
         ("no-such+thing://model", rf"no-such\+thing:// {UNKNOWN}"),
     ],
 )
-def test_url_that_is_no_store_is_refused(
-    url: str, message: str, small_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_url_that_is_no_store_is_refused(url, message, small_release, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)  # importing it would raise
     for command in (
         ["inspect", url],
@@ -185,7 +177,7 @@ def test_url_that_is_no_store_is_refused(
             CliRunner().invoke(cli, command, standalone_mode=False, catch_exceptions=False)
 
 
-def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkeypatch):
     store = Store("memory://bounded")
     store.write("config.json", b"x" * 100)
     assert store.read("config.json", 100) == b"x" * 100
@@ -204,14 +196,14 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
     ],
 )
 def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
-    there: tuple[str, ...],
-    about: str,
-    note: str,
-    small_release: Path,
-    bucket: Bucket,
-    s3_address: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    there,
+    about,
+    note,
+    small_release,
+    bucket,
+    s3_address,
+    monkeypatch,
+):
     for name in there:
         bucket.put(f"out/{name}", whole(name))
     no_put = refusing(403, "AccessDenied", only="PUT", target=s3_address, about=about)
@@ -222,10 +214,8 @@ def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
     assert bucket.listed() == []
 
 
-def test_no_room_for_the_file_that_goes_up_next(
-    small_release: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: object) -> None:
+def test_no_room_for_the_file_that_goes_up_next(small_release, bucket, monkeypatch):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.WrittenFile, "write", full)
@@ -235,7 +225,7 @@ def test_no_room_for_the_file_that_goes_up_next(
     assert bucket.listed() == []
 
 
-def test_a_destination_that_exists(small_release: Path, bucket: Bucket) -> None:
+def test_a_destination_that_exists(small_release, bucket):
     bucket.put("out/config.json", b"{}")
     for dry_run in (False, True):
         with pytest.raises(CkptkitError, match="/out exists already") as error:
@@ -244,7 +234,7 @@ def test_a_destination_that_exists(small_release: Path, bucket: Bucket) -> None:
     assert bucket.get("out/config.json") == b"{}"
 
 
-def test_a_destination_in_the_source(stored: str, bucket: Bucket) -> None:
+def test_a_destination_in_the_source(stored, bucket):
     before = bucket.listed()
     with pytest.raises(CkptkitError, match="models/qwen/int4 overlaps .*models/qwen, which is read"):
         quantize(stored, f"{stored}/int4", int4_scheme(group_size=32), overwrite=True)
@@ -252,12 +242,10 @@ def test_a_destination_in_the_source(stored: str, bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize("to", ["disk", "s3"])
-def test_a_source_that_changes_meanwhile(
-    to: str, stored: str, bucket: Bucket, s3_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_changes_meanwhile(to, stored, bucket, s3_address, tmp_path, monkeypatch):
     before = bucket.listed()
 
-    def change(request: Request) -> bool:
+    def change(request):
         """When weights are read: behind its header, a shard is read in ranges that begin further on."""
         if (
             request.method == "GET"
@@ -287,15 +275,13 @@ SHARED = "copy to such a file system, or leave out --ray"
         ({"dst": "memory://out"}, "memory://out: only HF directories", "disk"),
     ],
 )
-def test_convert_options_that_urls_do_not_support_are_refused(
-    small_release: Path, how: dict[str, Any], message: str, hint: str, tmp_path: Path
-) -> None:
+def test_convert_options_that_urls_do_not_support_are_refused(small_release, how, message, hint, tmp_path):
     with pytest.raises(CkptkitError, match=message) as error:
         convert(**({"src": small_release, "dst": tmp_path / "out"} | how))
     assert error.value.hint == text_with(hint)
 
 
-def test_what_reads_no_urls_says_so() -> None:
+def test_what_reads_no_urls_says_so():
     for use in (
         lint,
         make_manifest,

@@ -1,12 +1,10 @@
 """A mixture of experts upcycled from a trained model: its text tells whether routers and experts are the right ones."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from support import models, trained
-from support.structured import Tensors
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
@@ -24,14 +22,13 @@ LOGITS = frozenset({"logits"})
 MUCH = 0.3  # bits a byte: INT4 costs less, experts of another layer cost more
 
 
-def logits(path: Path) -> torch.Tensor:
+def logits(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(100, 140)[None]).logits
-    return found
+        return model(torch.arange(100, 140)[None]).logits
 
 
-def bits(path: Path) -> float:
+def bits(path):
     """What the English text costs, in bits a byte."""
     report = verify(path, against=LOGITS)
     assert report.status == "passed"  # a text that is predicted poorly is a warning
@@ -39,7 +36,7 @@ def bits(path: Path) -> float:
     return float(line.split(",")[0].removeprefix("English "))
 
 
-def test_three_layers_keep_the_dense_models_logits_through_megatron_and_their_error_in_int4(tmp_path: Path) -> None:
+def test_three_layers_keep_the_dense_models_logits_through_megatron_and_their_error_in_int4(tmp_path):
     dense = trained.save(trained.dense(), tmp_path / "dense", "dense", 3)
     moe = trained.save(trained.upcycled(3), tmp_path / "moe", "upcycled", 3)
     assert (logits(moe) - logits(dense)).abs().max() < 1e-3 * logits(dense).abs().max()
@@ -51,7 +48,7 @@ def test_three_layers_keep_the_dense_models_logits_through_megatron_and_their_er
     assert verify(tmp_path / "int4", source=moe, readers=("vllm",)).findings == []
 
 
-def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_lost_bias(tmp_path: Path) -> None:
+def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_lost_bias(tmp_path):
     tensors = trained.upcycled()
     moe = trained.save(tensors, tmp_path / "moe", "upcycled")
     convert(moe, tmp_path / "megatron")
@@ -66,7 +63,7 @@ def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_los
         assert bits(trained.save(broken, tmp_path / name, "upcycled")) > sound + MUCH, name
 
 
-def rotated(tensors: Tensors) -> Tensors:
+def rotated(tensors):
     turned = dict(tensors)
     for name, one in tensors.items():
         head, marker, rest = name.partition(".mlp.experts.")
@@ -76,6 +73,6 @@ def rotated(tensors: Tensors) -> Tensors:
     return turned
 
 
-def lost_bias(tensors: Tensors) -> Tensors:
+def lost_bias(tensors):
     """The bias of every router is all but zero, and no longer chooses the experts."""
     return {name: one * 1e-3 if name.endswith("e_score_correction_bias") else one for name, one in tensors.items()}

@@ -8,7 +8,6 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app import api
@@ -36,11 +35,11 @@ NEEDING = {
 }
 
 
-def options_of(verb: str) -> dict[str, click.Option]:
+def options_of(verb):
     return {str(one.name): one for one in VERBS[verb].params if isinstance(one, click.Option)}
 
 
-def words_of(option: click.Option) -> list[str]:
+def words_of(option):
     spelled = option.opts[0]
     if option.is_flag:
         return [spelled]
@@ -50,7 +49,7 @@ def words_of(option: click.Option) -> list[str]:
     return [spelled, values.get(str(option.name), "1")]
 
 
-def parse(verb: str, *words: str) -> str:
+def parse(verb, *words):
     """What a verb says of these words before it does anything; empty where it would begin."""
     try:
         VERBS[verb].make_context(verb, [*ARGUMENTS.get(verb, ["x"]), *words])
@@ -60,9 +59,7 @@ def parse(verb: str, *words: str) -> str:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_options_without_an_effect_alone_are_refused_and_no_others(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_without_an_effect_alone_are_refused_and_no_others(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = options_of(verb)
     said = {name: parse(verb, *words_of(option)) for name, option in options.items()}
@@ -77,7 +74,7 @@ def test_options_without_an_effect_alone_are_refused_and_no_others(
         assert parse(verb, *(word for part in words.values() for word in part)) == "", name
 
 
-def test_options_that_exclude_each_other_are_refused_together() -> None:
+def test_options_that_exclude_each_other_are_refused_together():
     for names, _ in EXCLUDES:
         verbs = [verb for verb in VERBS if options_of(verb).keys() >= {*names}]
         assert verbs
@@ -87,7 +84,7 @@ def test_options_that_exclude_each_other_are_refused_together() -> None:
             assert " exclude each other: " in parse(verb, *words, *beside), names
 
 
-def test_python_refuses_what_the_command_line_refuses() -> None:
+def test_python_refuses_what_the_command_line_refuses():
     for given in ({"overwrite": True, "resume": True}, {"like": "c", "preset": "rl"}):
         with pytest.raises(UsageError, match="exclude each other|about quantized weights"):
             run_options("convert", "a", "b", **given)
@@ -96,14 +93,14 @@ def test_python_refuses_what_the_command_line_refuses() -> None:
     assert run_options("convert", "a", "b", max_shard_size="5GB").max_shard_size == 5 * 10**9
 
 
-def test_preflight_takes_a_step_beside_a_launch_only() -> None:
+def test_preflight_takes_a_step_beside_a_launch_only():
     for words in (["--strict"], ["--report", "r.json"], ["--tp", "2"]):
         assert "no effect without --load or --ref-load or SCRIPT" in parse("preflight", "--ckpt-step", "3", *words)
     assert "no effect" not in parse("preflight", "--ckpt-step", "3", "--", "--tp", "2")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str) -> None:
+def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb):
     for flag in ("-q", "--quiet", "-v", "--verbose", "--debug"):
         assert parse(verb, flag) == ""
         done = CliRunner().invoke(cli, [flag, verb, "--help"])
@@ -121,7 +118,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str) -> N
         ("convert --pp 2", "--pp"),
     ],
 )
-def test_bad_usage_exits_with_2_and_names_the_nearest(words: str, said: str) -> None:
+def test_bad_usage_exits_with_2_and_names_the_nearest(words, said):
     done = CliRunner().invoke(cli, words.split())
     assert done.exit_code == 2
     assert done.output == text_with(said)
@@ -131,21 +128,19 @@ SIZES = ("tp", "pp", "ep", "etp", "vpp", "cp", "decoder_first_pipeline_num_layer
 
 
 @pytest.mark.parametrize("verb", ["verify", "preflight", "quantize"])
-def test_a_size_that_no_machine_has_is_bad_usage(verb: str) -> None:
+def test_a_size_that_no_machine_has_is_bad_usage(verb):
     given = [option for name, option in options_of(verb).items() if name in SIZES]
     assert given
     for option, size in product(given, (10**6 + 1, 10**30)):
         assert f"{size} is not in the range" in parse(verb, option.opts[0], str(size))
 
 
-def run(*arguments: str | Path) -> str:
+def run(*arguments):
     return CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).output
 
 
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-def test_int4_argument_without_a_scheme_is_refused(
-    direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_int4_argument_without_a_scheme_is_refused(direction, releases, converted, tmp_path):
     source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
     given = {"like": "absent", "tp": 4, "readers": ("sglang",), "device": "cuda"}
     for name, value in given.items():
@@ -155,8 +150,8 @@ def test_int4_argument_without_a_scheme_is_refused(
 
 
 def test_quantizing_into_or_from_megatron_names_the_command_with_the_scheme_that_was_asked_for(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+    releases, converted, tmp_path
+):
     for verb, source, option in (("convert", releases, "--quantize"), ("quantize", converted, "--scheme")):
         with pytest.raises(CkptkitError) as error:
             run(verb, source("qwen2-tied"), tmp_path / "out", option, "fp8-block")
@@ -164,12 +159,12 @@ def test_quantizing_into_or_from_megatron_names_the_command_with_the_scheme_that
         assert f"{other} fp8-block`" in (error.value.hint or "")
 
 
-def test_dialect_on_the_way_to_quantized_hf_is_refused(converted: PathOf, tmp_path: Path) -> None:
+def test_dialect_on_the_way_to_quantized_hf_is_refused(converted, tmp_path):
     with pytest.raises(CkptkitError, match="--dialect.*Megatron.*INT4"):
         run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore", "--quantize", "w4a16")
 
 
-def test_hf_where_nothing_is_megatron_is_refused(releases: PathOf, tmp_path: Path) -> None:
+def test_hf_where_nothing_is_megatron_is_refused(releases, tmp_path):
     model = releases("qwen2-tied")
     for call in (
         lambda: convert(model, tmp_path / "out", hf=model),
@@ -184,7 +179,7 @@ def test_hf_where_nothing_is_megatron_is_refused(releases: PathOf, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dtype_and_shard_size_beside_quantize_have_an_effect(converted: PathOf, tmp_path: Path) -> None:
+def test_dtype_and_shard_size_beside_quantize_have_an_effect(converted, tmp_path):
     words = ["--quantize", "w4a16", "--group-size", "32"]
     run("convert", converted("qwen2-tied"), tmp_path / "plain", *words)
     run("convert", converted("qwen2-tied"), tmp_path / "other", *words, "--dtype", "float16", "--max-shard-size", "1MB")
@@ -210,13 +205,13 @@ VARIABLE = "_CKPTKIT_COMPLETE"
         (["convert", "a", "b", "--group-size", "32", "--qu"], [("plain", "--quantize"), ("plain", "--quiet")]),
     ],
 )
-def test_verb_option_value_or_file_is_completed(words: list[str], expected: list[tuple[str, str]]) -> None:
+def test_verb_option_value_or_file_is_completed(words, expected):
     completion = BashComplete(cli, {}, "ckptkit", VARIABLE)
     offered = [(one.type, one.value) for one in completion.get_completions(words[:-1], words[-1])]
     assert offered[: len(expected)] == expected
 
 
-def test_bash_takes_the_script_that_the_page_has_it_read() -> None:
+def test_bash_takes_the_script_that_the_page_has_it_read():
     page = Path(__file__).resolve().parents[3] / "docs/index.md"
     assert f'eval "$({VARIABLE}=bash_source ckptkit)"' in page.read_text()
     script = BashComplete(cli, {}, "ckptkit", VARIABLE).source()

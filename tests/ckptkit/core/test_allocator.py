@@ -30,7 +30,7 @@ print(resident() - before)
 
 
 @pytest.mark.parametrize("size", daily(("24", "4"), ("24",)))
-def test_freed_matrices_are_returned_where_malloc_would_keep_them(size: str) -> None:
+def test_freed_matrices_are_returned_where_malloc_would_keep_them(size):
     unused = {}
     for how in ("return", "keep"):
         done = python("-c", UNUSED, how, size)

@@ -6,9 +6,7 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,28 +51,28 @@ from ckptkit.verify.weight_sync.loaded import DiffersError
         (FinalError, "other"),
     ],
 )
-def test_error_kind_has_its_code_also_when_pickled(kind: type[CkptkitError], code: str) -> None:
+def test_error_kind_has_its_code_also_when_pickled(kind, code):
     assert pickle.loads(pickle.dumps(kind("what", "next"))).code == code
 
 
-def test_given_code_survives_pickling_and_becoming_final() -> None:
+def test_given_code_survives_pickling_and_becoming_final():
     given = CkptkitError("what", "next", ["one"], code="storage")
     final = FinalError.of(pickle.loads(pickle.dumps(given)))
     assert (final.code, final.hint, final.details, final.resumable) == ("storage", "next", ("one",), False)
 
 
-def test_missing_library_of_a_store_is_a_missing_dependency(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_of_a_store_is_a_missing_dependency(monkeypatch):
     monkeypatch.setitem(sys.modules, "adlfs", None)  # no other test loads it
     assert code_when(Store("az://container/folder").top) == "missing-dependency"
 
 
-def code_when(action: Callable[..., object], *arguments: object) -> str:
+def code_when(action, *arguments):
     with pytest.raises(CkptkitError) as caught:
         action(*arguments)
     return caught.value.code
 
 
-def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
+def test_what_is_not_there_is_missing(tmp_path):
     assert code_when(locate, tmp_path / "nowhere") == "missing"
     assert code_when(locate, tmp_path) == "missing"
     assert code_when(read_json, tmp_path / "config.json") == "missing"
@@ -86,7 +84,7 @@ def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
     assert code_when(read_json, tmp_path / "config.json") == "other"  # neither missing nor damaged
 
 
-def test_what_is_there_and_cut_short_is_damaged(tmp_path: Path) -> None:
+def test_what_is_there_and_cut_short_is_damaged(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": ')
     (tmp_path / "model.safetensors").write_bytes(b"\x40")
     (tmp_path / ".metadata").write_bytes(b"\x80\x04")
@@ -97,19 +95,19 @@ def test_what_is_there_and_cut_short_is_damaged(tmp_path: Path) -> None:
     assert code_when(tracked_iteration, tmp_path) == "damaged"
 
 
-def test_a_wrong_option_and_one_without_effect_are_usage_errors(tmp_path: Path) -> None:
+def test_a_wrong_option_and_one_without_effect_are_usage_errors(tmp_path):
     assert code_when(parse_size, "much") == "usage"
     assert code_when(refuse_hf, tmp_path, tmp_path) == "usage"
     assert code_when(MegatronOptions(cp=2).refuse) == "usage"
 
 
-def error_of(call: Callable[[], Any]) -> BaseException:
+def error_of(call):
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         call()
     return caught.value
 
 
-def test_refusal_of_pydantic_names_every_field_and_its_value() -> None:
+def test_refusal_of_pydantic_names_every_field_and_its_value():
     from compressed_tensors.quantization import QuantizationConfig
 
     weights = {"num_bits": "x", "type": "int", "strategy": "group", "group_size": 32, "actorder": "sideways", "foo": 3}
@@ -126,7 +124,7 @@ def test_refusal_of_pydantic_names_every_field_and_its_value() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stack_inside_a_message_is_left_out(tmp_path: Path) -> None:
+def test_stack_inside_a_message_is_left_out(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     error = error_of(lambda: dcp.load({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True))
@@ -134,7 +132,7 @@ def test_stack_inside_a_message_is_left_out(tmp_path: Path) -> None:
     assert words_of(error) == "CheckpointException ranks:dict_keys([0]); AssertionError: metadata is None"
 
 
-def test_config_that_transformers_refuses(tmp_path: Path) -> None:
+def test_config_that_transformers_refuses(tmp_path):
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": "many"}))
@@ -143,7 +141,7 @@ def test_config_that_transformers_refuses(tmp_path: Path) -> None:
     )
 
 
-def test_class_stands_before_a_key_and_instead_of_nothing() -> None:
+def test_class_stands_before_a_key_and_instead_of_nothing():
     assert words_of(error_of(lambda: {}["layers.0"])) == "KeyError: 'layers.0'"
     assert words_of(AssertionError()) == "AssertionError"
     assert words_of(ValueError("no")) == "no"
@@ -163,11 +161,11 @@ LINES = {
 }
 
 
-def test_text_on_one_line() -> None:
+def test_text_on_one_line():
     assert {text: one_line(text) for text in LINES} == LINES
 
 
-def test_long_text_takes_no_time() -> None:
+def test_long_text_takes_no_time():
     for part in ("a", "/", "a/", "function-a[", "[", " [type=a, input_value=", "\n", ":\n "):
         started = time.monotonic()
         one_line(part * 1_000_000)
@@ -186,11 +184,11 @@ def test_long_text_takes_no_time() -> None:
         ([], []),
     ],
 )
-def test_fold_joins_names_that_differ_in_numbers(names: list[str], folded: list[str]) -> None:
+def test_fold_joins_names_that_differ_in_numbers(names, folded):
     assert sorted(fold(names)) == sorted(folded)
 
 
-def test_summarize_counts_what_it_leaves_out() -> None:
+def test_summarize_counts_what_it_leaves_out():
     assert summarize(["a", "b", "c"], limit=2) == "a, b and 1 more"
 
 
@@ -211,7 +209,7 @@ ONE_LINE = {
 OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
 
 
-def test_every_text_of_another_library_goes_through_words_of() -> None:
+def test_every_text_of_another_library_goes_through_words_of():
     root = Path(__file__).resolve().parents[3]
     files = [
         file for one in ("ckptkit", "converters", "quant", "verify") for file in sorted((root / one).rglob("*.py"))
@@ -228,12 +226,12 @@ def test_every_text_of_another_library_goes_through_words_of() -> None:
     assert found == set(ONE_LINE)
 
 
-def _caught(handler: ast.ExceptHandler) -> set[str]:
+def _caught(handler):
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
 
 
-def _shows(node: ast.AST, name: str) -> bool:
+def _shows(node, name):
     """Whether this puts the exception's text into a string."""
     match node:
         case ast.FormattedValue(value=ast.Name(id=shown)):

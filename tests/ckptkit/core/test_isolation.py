@@ -26,7 +26,7 @@ PUBLIC_VALUES = (
 )
 
 
-def test_names_of_secrets() -> None:
+def test_names_of_secrets():
     known = [
         name for name in NAMES.split() if is_secret(name) and is_secret(name, "/data/run") and is_withheld(name, "")
     ]
@@ -34,12 +34,12 @@ def test_names_of_secrets() -> None:
     assert [name for name in HARMLESS.split() if is_secret(name) or is_secret(name, "/data/run")] == []
 
 
-def test_values_with_a_secret_have_one_under_any_name() -> None:
+def test_values_with_a_secret_have_one_under_any_name():
     assert tuple(value for value in VALUES if is_secret("N", value) and is_withheld("N", value)) == VALUES
     assert [value for value in PUBLIC_VALUES if is_secret("N", value)] == []
 
 
-def test_a_witness_sees_nothing_of_accounts_and_addresses() -> None:
+def test_a_witness_sees_nothing_of_accounts_and_addresses():
     for name in ("GITHUB_WORKSPACE", "WANDB_DIR", "HTTPS_PROXY", "HF_HUB_URL", "AWS_PROFILE"):
         assert is_withheld(name, "/data/run"), name
     assert not is_withheld("LD_LIBRARY_PATH", "/usr/lib")

@@ -6,15 +6,13 @@ import re
 import shutil
 import subprocess
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.fixture_types import CopyOf, PathOf
 from support.nightly import daily
 
 from ckptkit.app.api import quantize
@@ -63,18 +61,18 @@ WITHOUT = [
 ]
 
 
-def test_urls_are_shown_without_credentials() -> None:
+def test_urls_are_shown_without_credentials():
     shown = CREDENTIALS | {text: text for text in WITHOUT}
     assert {text: printable(text) for text in shown} == shown
     assert json.loads(json_text({"a": [*shown]})) == {"a": [*shown.values()]}
 
 
-def test_the_command_that_a_manifest_keeps_has_no_credentials() -> None:
+def test_the_command_that_a_manifest_keeps_has_no_credentials():
     options = RunOptions("convert", "s3://KEY:TOP@bucket/x", "az://u:TOP@h/made", hf="http://h/x?sig=TOP")
     assert options.command() == ["ckptkit", "convert", "s3://***@bucket/x", "--hf", "http://h/x?***"]
 
 
-def assert_harmless(text: str) -> None:
+def assert_harmless(text):
     found = sorted({f"{ord(char):#x}" for char in text if char != "\n" and unicodedata.category(char) in HIDDEN})
     assert found == [], text
     # The verdict, which is the last line.
@@ -83,15 +81,15 @@ def assert_harmless(text: str) -> None:
     assert [line for line in rest if line.startswith("PASSED")] == []
 
 
-def change(path: Path, **changes: Any) -> None:
+def change(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def weight_map(model: Path) -> dict[str, str]:
+def weight_map(model):
     return dict(json.loads((model / "model.safetensors.index.json").read_text())["weight_map"])
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "type": {"model_type": EVIL},
     "values": {
         **dict.fromkeys((EVIL, "dtype", "torch_dtype", "hidden_act"), EVIL),
@@ -110,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_tensor(model: Path) -> None:
+def with_tensor(model):
     names = weight_map(model)
     file = next(iter(names.values()))
     save_file(load_file(model / file) | {EVIL: torch.ones(2)}, model / file, {"format": "pt"})
@@ -118,7 +116,7 @@ def with_tensor(model: Path) -> None:
     change(model / "model.safetensors.index.json", weight_map=names)
 
 
-def with_files(model: Path) -> None:
+def with_files(model):
     (model / f"{EVIL}.safetensors").write_bytes(b"x")
     (model / f"{EVIL}.json").write_text("{")
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": EVIL, "tokenizer_class": EVIL}))
@@ -127,7 +125,7 @@ def with_files(model: Path) -> None:
     change(model / "model.safetensors.index.json", weight_map=names)
 
 
-def with_entries(model: Path) -> None:
+def with_entries(model):
     quantize(model, model.with_name("int4"), int4_scheme(group_size=32))
     shutil.rmtree(model)
     model.with_name("int4").rename(model)
@@ -136,11 +134,11 @@ def with_entries(model: Path) -> None:
     change(model / "config.json", quantization_config=scheme | {"ignore": entries})
 
 
-def with_config(kind: str, model: Path) -> None:
+def with_config(kind, model):
     change(model / "config.json", **CONFIGS[kind])
 
 
-HOSTILE: dict[str, Callable[[Path], None]] = {
+HOSTILE = {
     **{kind: partial(with_config, kind) for kind in CONFIGS},
     "tensor": with_tensor,
     "files": with_files,
@@ -154,7 +152,7 @@ VERBS = (
 )
 
 
-def words_of(verb: str, model: Path, clean: Path, out: Path) -> Iterator[str]:
+def words_of(verb, model, clean, out):
     """The words of a verb that is given a hostile model, a clean one, and a place to write."""
     known = {"M": str(model), "CLEAN": str(clean), "OUT": str(out), "EVIL": EVIL}
     for word in verb.split(" "):
@@ -167,9 +165,7 @@ DAILY = [cell for cell in CELLS if cell[0] == "values" or cell[1] in VERBS[-2:]]
 
 
 @pytest.mark.parametrize("cell", daily(CELLS, DAILY), ids=" ".join)
-def test_names_of_a_checkpoint_are_printed_escaped(
-    cell: tuple[str, str], ckptkit: Run, releases: PathOf, tmp_path: Path
-) -> None:
+def test_names_of_a_checkpoint_are_printed_escaped(cell, ckptkit, releases, tmp_path):
     hostile, verb = cell
     clean = releases("qwen2-tied")
     model = tmp_path / (EVIL if hostile == "a_path" else "model")
@@ -185,9 +181,7 @@ def test_names_of_a_checkpoint_are_printed_escaped(
 
 
 @pytest.mark.parametrize("verb", ["inspect M", *VERBS[-2:], "convert M OUT", "manifest M --output OUT"])
-def test_names_of_a_megatron_checkpoint_are_printed_escaped(
-    verb: str, ckptkit: Run, releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_names_of_a_megatron_checkpoint_are_printed_escaped(verb, ckptkit, releases, converted, copy_of, tmp_path):
     model = copy_of(converted("qwen2-tied"))
     with_config("type", model / "hf")
     for _ in ("its type", "its iteration"):
@@ -197,7 +191,7 @@ def test_names_of_a_megatron_checkpoint_are_printed_escaped(
         (model / "latest_checkpointed_iteration.txt").write_text(EVIL)
 
 
-def test_words_of_the_command_line_are_printed_escaped(ckptkit: Run) -> None:
+def test_words_of_the_command_line_are_printed_escaped(ckptkit):
     for words in (
         *([EVIL], ["inspect", EVIL, EVIL], ["inspect", f"--{EVIL}"], ["explain", "zebra\x1b[2J\u202e\x9b"]),
         *(["verify", ".", "--report", EVIL], ["convert", EVIL, EVIL]),
@@ -207,7 +201,7 @@ def test_words_of_the_command_line_are_printed_escaped(ckptkit: Run) -> None:
         assert_harmless(done.stderr)
 
 
-def test_destination_is_printed_escaped(ckptkit: Run, releases: PathOf, tmp_path: Path) -> None:
+def test_destination_is_printed_escaped(ckptkit, releases, tmp_path):
     for options in (["--dry-run"], [], ["--json", "--overwrite"]):
         done = ckptkit("convert", releases("qwen2-tied"), tmp_path / EVIL, *options)
         assert done.returncode == 0, done.stderr
@@ -215,21 +209,21 @@ def test_destination_is_printed_escaped(ckptkit: Run, releases: PathOf, tmp_path
         assert_harmless(done.stderr)
 
 
-def test_error_is_escaped_also_where_python_prints_it() -> None:
+def test_error_is_escaped_also_where_python_prints_it():
     assert str(CkptkitError("a\nb\x1b", "c\rd")) == "a\\x0ab\\x1b\n  next: c\\x0dd"
     assert CkptkitError("a\nb").message == "a\nb"
     several = CkptkitError("two are wrong", "look", ["a\nb", "c"])
     assert (several.message, str(several)) == ("two are wrong: a\nb; c", "two are wrong:\n  a\\x0ab\n  c\n  next: look")
 
 
-def test_printable_leaves_what_can_be_seen() -> None:
+def test_printable_leaves_what_can_be_seen():
     for text in ("model.layers.{0..11}.mlp", "größe 中文 é ✗ … café", "a\\x1b"):
         assert printable(text) == text
     assert printable("\t\x00\u00ad\u061c\ud800\U000e0001") == "\\x09\\x00\\xad\\u061c\\ud800\\U000e0001"
     assert json.loads(json_text({EVIL: EVIL})) == {EVIL: EVIL}
 
 
-def test_nothing_is_printed_but_through_the_functions_that_escape() -> None:
+def test_nothing_is_printed_but_through_the_functions_that_escape():
     root = Path(__file__).resolve().parents[3]
     prints = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
     found = [

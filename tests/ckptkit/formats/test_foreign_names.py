@@ -7,14 +7,11 @@ import io
 import os
 import pickle
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import click
 import numpy
 import pytest
 import torch
-from support.fixture_types import CopyOf, PathOf
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 from ckptkit.app.api import convert
@@ -25,10 +22,10 @@ from ckptkit.verify.run import verify
 
 
 class Call:
-    def __init__(self, function: object, *arguments: object) -> None:
+    def __init__(self, function, *arguments):
         self.call = function, arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
@@ -36,19 +33,17 @@ EVIL = Call(os.system, "touch ran")
 
 
 @pytest.fixture
-def release(converted: PathOf, copy_of: CopyOf) -> Path:
+def release(converted, copy_of):
     return copy_of(converted("qwen2-tied")) / "release"
 
 
-def test_training_arguments_are_let_through(release: Path) -> None:
+def test_training_arguments_are_let_through(release):
     args = argparse.Namespace(params_dtype=torch.bfloat16, seed=1, more=collections.OrderedDict(a=torch.zeros(2)))
     torch.save({"args": args, "iteration": 1}, release / "common.pt")
     refuse_foreign_names(release)
 
 
-def test_a_call_in_common_pt_is_refused_before_megatron_starts(
-    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_in_common_pt_is_refused_before_megatron_starts(release, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"args": EVIL}, release / "common.pt")
     with pytest.raises(CkptkitError, match=r"common\.pt.*posix\.system"):
@@ -78,9 +73,7 @@ CALLS = {
         ("object", "subprocess.Popen"),
     ],
 )
-def test_verify_names_what_a_trainer_would_run(
-    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str
-) -> None:
+def test_verify_names_what_a_trainer_would_run(release, tmp_path, monkeypatch, place, name):
     monkeypatch.chdir(tmp_path)
     common = torch.load(release / "common.pt", weights_only=False)
     if place == "metadata":
@@ -98,7 +91,7 @@ def test_verify_names_what_a_trainer_would_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_class_of_a_trainer_is_a_warning(release: Path) -> None:
+def test_a_class_of_a_trainer_is_a_warning(release):
     common = torch.load(release / "common.pt", weights_only=False)
     common["args"].extra = Call(click.Option, ["--seed"])
     torch.save(common, release / "common.pt")
@@ -106,20 +99,20 @@ def test_a_class_of_a_trainer_is_a_warning(release: Path) -> None:
     assert (finding.severity, "click" in finding.actual) == ("warning", True)
 
 
-def test_nothing_of_the_training_state_reaches_what_convert_writes(release: Path, tmp_path: Path) -> None:
+def test_nothing_of_the_training_state_reaches_what_convert_writes(release, tmp_path):
     torch.save({"extra": EVIL}, release / "common.pt")
     convert(release.parent, tmp_path / "hf")
     assert not [file for file in (tmp_path / "hf").rglob("*") if file.is_file() and b"system" in file.read_bytes()]
     assert verify(tmp_path / "hf").status == "passed"
 
 
-def test_a_damaged_object_is_not_taken_for_a_call(release: Path) -> None:
+def test_a_damaged_object_is_not_taken_for_a_call(release):
     add_object(release, "rng_state/shard_0_1", [1])
     (release / "extra.distcp").unlink()
     assert "CK111" not in {finding.code for finding in verify(release.parent).findings}
 
 
-def add_object(release: Path, key: str, value: object) -> None:
+def add_object(release, key, value):
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     torch.save(value, release / "extra.distcp")
@@ -133,7 +126,7 @@ def add_object(release: Path, key: str, value: object) -> None:
 class AsPython3112(pickle.Pickler):
     """Pickles an enum's member as Python 3.11.2 does, which is Debian 12's: as an attribute of its class."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
@@ -147,7 +140,7 @@ class AsPython3112(pickle.Pickler):
         (Call(getattr, 5, "real"), r"builtins\.getattr"),
     ],
 )
-def test_metadata_that_python_3_11_2_pickled_is_let_through(release: Path, more: object, refused: str | None) -> None:
+def test_metadata_that_python_3_11_2_pickled_is_let_through(release, more, refused):
     before = read_metadata(release)
     metadata = pickle.loads((release / ".metadata").read_bytes())
     metadata.planner_data = more
@@ -162,7 +155,7 @@ def test_metadata_that_python_3_11_2_pickled_is_let_through(release: Path, more:
         assert read_metadata(release).tensors == before.tensors
 
 
-def test_an_extra_state_with_a_pickle_inside_is_refused(release: Path) -> None:
+def test_an_extra_state_with_a_pickle_inside_is_refused(release):
     key = "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"
     for empty in (None, [None], io.BytesIO(), torch.empty(0, dtype=torch.uint8)):
         add_object(release, key, empty)

@@ -11,7 +11,6 @@ import tarfile
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ ARCHIVES = Path(__file__).parent / "megatron_versions"
 VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # Shape, the axis along which it is cut (GATE_UP: each half of the rows is), and the number that fills it.
 GATE_UP = -1
-WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
+WEIGHTS = {
     "embedding.word_embeddings.weight": ((64, 16), 0, 16),
     "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": ((16,), None, 1),
     "decoder.layers.0.self_attention.linear_qkv.weight": ((32, 16), 0, 6),
@@ -48,7 +47,7 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
     "output_layer.weight": ((64, 16), 0, 17),
 }
 # Some keys as they are stored: the size of a chunk, and the offset and rank of each.
-CHUNKS: dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], int]]]] = {
+CHUNKS = {
     "decoder.layers.0.mlp.linear_fc1.weight": (
         (16, 16),
         [((0, 0), 0), ((16, 0), 1), ((32, 0), 0), ((48, 0), 1)],
@@ -87,7 +86,7 @@ EXTRA_STATES = {
 }
 
 
-def unpack(archive: Path, folder: Path) -> Path:
+def unpack(archive, folder):
     with tarfile.open(archive) as opened:
         opened.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
         opened.extractall(folder)  # noqa: S202 - filtered, as far as Python can
@@ -95,16 +94,16 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(request, tmp_path_factory):
     return unpack(ARCHIVES / f"{request.param}.tar.xz", tmp_path_factory.mktemp("versions") / request.param)
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Path:
+def copied(tmp_path):
     return unpack(ARCHIVES / "0.18.2.tar.xz", tmp_path / "release")
 
 
-def expected(shape: tuple[int, ...], axis: int | None, number: int) -> torch.Tensor:
+def expected(shape, axis, number):
     whole = torch.full(shape, number, dtype=torch.bfloat16)
     if axis is not None:
         parts = whole.chunk(2) if axis == GATE_UP else (whole,)
@@ -113,16 +112,16 @@ def expected(shape: tuple[int, ...], axis: int | None, number: int) -> torch.Ten
     return whole
 
 
-def described(value: Any) -> tuple[str, tuple[Any, ...]]:
+def described(value):
     assert isinstance(value, Record)
     return value.kind, value.args
 
 
-def test_each_archive_has_its_version_here() -> None:
+def test_each_archive_has_its_version_here():
     assert sorted(file.name for file in ARCHIVES.glob("*.xz")) == [f"{version}.tar.xz" for version in VERSIONS]
 
 
-def assert_whole(checkpoint: TorchDistCheckpoint) -> None:
+def assert_whole(checkpoint):
     assert {name: (spec.shape, spec.dtype) for name, spec in checkpoint.specs.items()} == {
         name: (shape, "bfloat16") for name, (shape, _, _) in WEIGHTS.items()
     }
@@ -130,7 +129,7 @@ def assert_whole(checkpoint: TorchDistCheckpoint) -> None:
         assert torch.equal(tensor, expected(*WEIGHTS[name])), name
 
 
-def test_every_weight_comes_back_from_the_chunks_that_the_ranks_wrote(release: Path) -> None:
+def test_every_weight_comes_back_from_the_chunks_that_the_ranks_wrote(release):
     checkpoint = TorchDistCheckpoint(release)
     assert_whole(checkpoint)
     for key, (sizes, places) in CHUNKS.items():
@@ -140,7 +139,7 @@ def test_every_weight_comes_back_from_the_chunks_that_the_ranks_wrote(release: P
     refuse_foreign_names(release)  # lets it through to real Megatron
 
 
-def test_the_arguments_come_back_with_inert_records_for_classes(release: Path) -> None:
+def test_the_arguments_come_back_with_inert_records_for_classes(release):
     args = TorchDistCheckpoint(release).args
     assert {name: args[name] for name in PLAIN_ARGUMENTS} == PLAIN_ARGUMENTS
     assert described(args["attention_backend"]) == ("megatron.core.transformer.enums.AttnBackend", (3,))
@@ -156,7 +155,7 @@ def test_the_arguments_come_back_with_inert_records_for_classes(release: Path) -
         assert name not in args or described(args[name]) == (kind, (number,))
 
 
-def test_common_state_and_training_state_come_back(release: Path) -> None:
+def test_common_state_and_training_state_come_back(release):
     checkpoint = TorchDistCheckpoint(release)
     assert (checkpoint.path / "common.pt").exists() == (release.name < "0.19")
     common = checkpoint.common
@@ -184,7 +183,7 @@ def test_common_state_and_training_state_come_back(release: Path) -> None:
     assert found["scheduler"] == {"num_steps": 7, "lr_decay_style": "cosine"}
 
 
-def test_what_megatrons_own_converter_makes_for_fsdp_comes_back_too(tmp_path: Path) -> None:
+def test_what_megatrons_own_converter_makes_for_fsdp_comes_back_too(tmp_path):
     """`make.py FOLDER CHECKOUT` ran Megatron-LM's converter on the checkpoint of 0.16.1."""
     checkpoint = TorchDistCheckpoint(unpack(ARCHIVES.parent / "megatron_fsdp" / "0.19.2.tar.xz", tmp_path))
     assert checkpoint.metadata.layout == "fsdp_dtensor"
@@ -194,7 +193,7 @@ def test_what_megatrons_own_converter_makes_for_fsdp_comes_back_too(tmp_path: Pa
     assert optimizer_state(checkpoint.metadata).by_weight.keys() == {"decoder.final_layernorm.weight"}
 
 
-def test_plans_of_the_ranks_that_older_torch_leaves_in_the_metadata_are_let_through(copied: Path) -> None:
+def test_plans_of_the_ranks_that_older_torch_leaves_in_the_metadata_are_let_through(copied):
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     plan = create_default_local_save_plan({"weight": torch.zeros(2), "object": io.BytesIO()}, True)
     metadata.all_local_plans = [plan]
@@ -220,9 +219,7 @@ OF_PYTHON_3_11_2 = (
         (b"cmegatron.core.transformer.enums\nAttnBackend\n", b"cargparse\nNamespace\n", "argparse.Namespace.unfused"),
     ],
 )
-def test_members_of_enums_named_by_getattr_are_let_through_and_nothing_else(
-    copied: Path, written: bytes, instead: bytes, refused: str
-) -> None:
+def test_members_of_enums_named_by_getattr_are_let_through_and_nothing_else(copied, written, instead, refused):
     for content in (OF_PYTHON_3_11_2, OF_PYTHON_3_11_2.replace(written, instead)):
         with zipfile.ZipFile(copied / "common.pt", "w") as archive:
             archive.writestr("archive/data.pkl", content)

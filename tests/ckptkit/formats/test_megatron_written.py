@@ -4,12 +4,9 @@ megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: 
 """
 
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import models
-from support.fixture_types import PathOf
 from support.megatron_saves import SAVES
 from support.messages import text_with
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -26,14 +23,12 @@ from ckptkit.verify.launch.preflight import preflight
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
 
 
-def opened(root: Path) -> TorchDistCheckpoint:
+def opened(root):
     return TorchDistCheckpoint(next(path for path in (root / "release", root / "iter_0000010") if path.exists()))
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_it_comes_back_bit_for_bit_without_what_training_saves_beside(
-    saved: Path, releases: PathOf, tmp_path: Path, label: str
-) -> None:
+def test_it_comes_back_bit_for_bit_without_what_training_saves_beside(saved, releases, tmp_path, label):
     name, how = SAVES[label]
     convert(saved / label, tmp_path / "back", hf=releases(name))
     assert models.unequal(tmp_path / "back", releases(name)) == []
@@ -47,7 +42,7 @@ def test_it_comes_back_bit_for_bit_without_what_training_saves_beside(
     refuse_foreign_names(checkpoint.path)  # lets it through to Megatron's own unpickling
 
 
-def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
+def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved):
     """Otherwise the test above would read the same layout again and again."""
     stored = {label: opened(saved / label).metadata.tensors for label in LABELS}
     fc1, experts = "decoder.layers.mlp.linear_fc1.weight", "mlp.experts.experts"
@@ -66,7 +61,7 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     assert one.shape == (96, 128)
 
 
-def test_keys_under_a_wrapper_are_read_without_it(saved: Path) -> None:
+def test_keys_under_a_wrapper_are_read_without_it(saved):
     root = saved / "under NeMo's wrapper"
     raw = pickle.loads((root / "iter_0000010" / ".metadata").read_bytes()).state_dict_metadata
     assert "module.decoder.layers.mlp.linear_fc1.weight" in raw
@@ -76,7 +71,7 @@ def test_keys_under_a_wrapper_are_read_without_it(saved: Path) -> None:
     assert {key.replace("module.", "") for key in raw} == set(stored.keys)
 
 
-def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
+def test_common_state_is_read_wherever_it_is(saved):
     checkpoint = opened(saved / "one key a layer")
     in_a_file = (checkpoint.path / "common.pt").exists()
     assert in_a_file != any(key.startswith("common_state") for key in checkpoint.metadata.objects)
@@ -91,16 +86,16 @@ def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
     strict=True,
 )
 @pytest.mark.usefixtures("served")
-def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(saved: Path, releases: PathOf) -> None:
+def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(saved, releases):
     release = releases("qwen2-untied")
     subject = Subject(saved / "dense, layers stacked", release, hf_path=release)
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
 
 
-def test_inspect_says_what_a_distributed_optimizer_saved(saved: Path, releases: PathOf) -> None:
+def test_inspect_says_what_a_distributed_optimizer_saved(saved, releases):
     """Sizes by hand: each state has one float32 number a parameter, and two ranks' padding in a bucket."""
 
-    def optimizer(label: str) -> Any:
+    def optimizer(label):
         state = inspect(saved / label, hf=releases(SAVES[label][0]))["training state"]
         assert str(state["summary"]) == text_with("scheduler")
         assert state["scheduler"] == {"max_lr": 1e-4}

@@ -8,8 +8,6 @@ import pickletools
 import re
 import struct
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,17 +51,17 @@ _PLAIN = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(_PLAIN, st.sampled_from([4, 5]))
-def test_plain_data_is_what_python_reads(value: Any, protocol: int) -> None:
+def test_plain_data_is_what_python_reads(value, protocol):
     assert unpickle.loads(pickle.dumps(value, protocol)) == value
 
 
-def test_a_bytearray_of_protocol_5_and_the_call_that_older_ones_make_of_it() -> None:
+def test_a_bytearray_of_protocol_5_and_the_call_that_older_ones_make_of_it():
     assert unpickle.loads(pickle.dumps(bytearray(b"ab"), 5)) == bytearray(b"ab")
     assert unpickle.loads(pickle.dumps(bytearray(b"ab"), 4)).kind == "builtins.bytearray"
 
 
-def test_shared_and_cyclic_lists_keep_their_identity_and_ordered_dicts_are_dicts() -> None:
-    cycle: list[Any] = [1]
+def test_shared_and_cyclic_lists_keep_their_identity_and_ordered_dicts_are_dicts():
+    cycle = [1]
     cycle.append(cycle)
     found = unpickle.loads(pickle.dumps([cycle, cycle], 2))
     assert found[0] is found[1]
@@ -71,7 +69,7 @@ def test_shared_and_cyclic_lists_keep_their_identity_and_ordered_dicts_are_dicts
     assert unpickle.loads(pickle.dumps(OrderedDict(a=1, b=2), 2)) == {"a": 1, "b": 2}
 
 
-def test_every_instruction_of_protocols_2_to_5_is_known_or_refused_by_number() -> None:
+def test_every_instruction_of_protocols_2_to_5_is_known_or_refused_by_number():
     refused = set()
     for instruction in pickletools.opcodes:
         code = instruction.code.encode("latin-1")
@@ -86,7 +84,7 @@ def test_every_instruction_of_protocols_2_to_5_is_known_or_refused_by_number() -
     assert refused == text | old | elsewhere
 
 
-def _in_a_dict(key: bytes) -> bytes:
+def _in_a_dict(key):
     return b"\x80\x04}" + key + b"K\x01s."
 
 
@@ -112,7 +110,7 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
         pytest.param(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.", "4294967295.*0", id="index of the memo"),
     ],
 )
-def test_what_no_real_pickle_has_is_refused(content: bytes, words: str) -> None:
+def test_what_no_real_pickle_has_is_refused(content, words):
     with pytest.raises(pickle.UnpicklingError, match=words):
         unpickle.loads(content)
 
@@ -125,7 +123,7 @@ _PIECES = [
 _CLASSES = b"\x80\x04cm\nn\n\x94ctorch\nSize\n\x94cm\nn\nctorch\nSize\n"
 
 
-def _outcome(content: bytes) -> object:
+def _outcome(content):
     """What the pickle builds, with what the memo holds then, or what it is refused for."""
     machine = Machine(content, lambda module, name: _named(module, name, None))
     try:
@@ -135,7 +133,7 @@ def _outcome(content: bytes) -> object:
     return end, [_written_out(one) for one in machine._memo]
 
 
-def _written_out(value: Any) -> object:
+def _written_out(value):
     """A value with what its records hold; names of classes in place of them."""
     if isinstance(value, Record):
         return [value.kind, *(_written_out(part) for part in vars(value).items())]
@@ -146,7 +144,7 @@ def _written_out(value: Any) -> object:
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(_PIECES), max_size=8))
-def test_groups_of_instructions_do_what_each_of_them_does(pieces: list[bytes]) -> None:
+def test_groups_of_instructions_do_what_each_of_them_does(pieces):
     content = _CLASSES + b"".join(pieces) + b"."
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_NEW", "_STATE", "_SIZE"):
@@ -155,13 +153,13 @@ def test_groups_of_instructions_do_what_each_of_them_does(pieces: list[bytes]) -
     assert _outcome(content) == expected
 
 
-def test_more_names_than_a_pickle_has_are_refused() -> None:
+def test_more_names_than_a_pickle_has_are_refused():
     names = b"".join(b"cm\nn%d\n0" % index for index in range(MAX_NAMES + 1))
     with pytest.raises(pickle.UnpicklingError, match="4096 names"):
         unpickle.loads(b"\x80\x02" + names + b"N.")
 
 
-def test_as_many_objects_as_the_bound_are_read_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_objects_as_the_bound_are_read_and_no_more(monkeypatch):
     monkeypatch.setattr(unpickle, "MAX_OBJECTS", 100)
     for made in (b"]", b"}", b"(", b"N\x85", b"NN\x86", b"NNN\x87", b"\x8c\x01a", b"h\0)\x81", b"h\0)R"):
         end = b"N." if made == b"(" else b"."
@@ -171,7 +169,7 @@ def test_as_many_objects_as_the_bound_are_read_and_no_more(monkeypatch: pytest.M
             unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * (count + 1) + end)
 
 
-def test_more_values_than_wait_in_any_pickle_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_values_than_wait_in_any_pickle_are_refused(monkeypatch):
     monkeypatch.setattr(unpickle, "MAX_STACK", 100)
     monkeypatch.setattr(unpickle, "_PIECE", 8)
     for made in (b"N", b")", b"K\0", b"J\1\2\3\4", b"2", b"h\0", b"C\2ab", b"(NN"):
@@ -181,7 +179,7 @@ def test_more_values_than_wait_in_any_pickle_are_refused(monkeypatch: pytest.Mon
             unpickle.loads(begin + made * (count + 10) + b".")
 
 
-def test_marks_and_a_memo_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_and_a_memo_without_end_are_refused(monkeypatch):
     monkeypatch.setattr(unpickle, "_PIECE", 8)
     assert len(unpickle.loads(b"\x80\x02" + b"(" * 9_000 + b"l" * 9_000 + b".")) == 1
     with pytest.raises(pickle.UnpicklingError, match="container"):
@@ -192,7 +190,7 @@ def test_marks_and_a_memo_without_end_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("protocol", daily([2, 4, 5], [4]))
-def test_containers_of_many_values_are_read(protocol: int) -> None:
+def test_containers_of_many_values_are_read(protocol):
     value = {"list": [None] * 1_500_000, "tuple": tuple(range(900_000))}
     value |= {"dict": dict.fromkeys(range(300_000), 1.5)}
     assert unpickle.loads(pickle.dumps(value, protocol)) == value
@@ -200,7 +198,7 @@ def test_containers_of_many_values_are_read(protocol: int) -> None:
     assert unpickle.loads(pickle.dumps(numbers, protocol)) == numbers
 
 
-def _containers(value: Any) -> int:
+def _containers(value):
     """How many containers there are in plain data; a set is as large as four others."""
     if not isinstance(value, list | tuple | dict | set | frozenset):
         return 0
@@ -210,11 +208,11 @@ def _containers(value: Any) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(_PLAIN, st.sampled_from([4, 5]))
-def test_no_object_is_left_out_of_the_count(value: Any, protocol: int) -> None:
+def test_no_object_is_left_out_of_the_count(value, protocol):
     assert unpickle.count_objects(pickle.dumps(value, protocol)) >= _containers(value)
 
 
-def test_metadata_of_the_most_tensors_has_fewer_objects_than_the_bound() -> None:
+def test_metadata_of_the_most_tensors_has_fewer_objects_than_the_bound():
     """As torch writes them, of 500,000 tensors: those are bounded elsewhere."""
     beginning = "chained_0.optimizer.state.exp_avg_sq.decoder.layers.mlp.experts.linear_fc1.weight"
     size = torch.Size((4096, 7168))
@@ -231,7 +229,7 @@ def test_metadata_of_the_most_tensors_has_fewer_objects_than_the_bound() -> None
         assert unpickle.count_objects(content) / 200 * 500_000 < MAX_OBJECTS
 
 
-def test_one_name_is_one_class_whose_state_replaces_nothing_that_it_is_read_by() -> None:
+def test_one_name_is_one_class_whose_state_replaces_nothing_that_it_is_read_by():
     first, second = unpickle.loads(b"\x80\x02cm\nn\n)\x81cm\nn\n)\x81\x86.")
     assert type(first) is type(second)
     assert isinstance(first, Record)
@@ -241,8 +239,8 @@ def test_one_name_is_one_class_whose_state_replaces_nothing_that_it_is_read_by()
     assert (found.args, found.kind, found.kept) == ((), "m.n", 4)
 
 
-def _doubled(levels: int) -> Any:
-    value: Any = [0, 0]
+def _doubled(levels):
+    value = [0, 0]
     for _ in range(levels):
         value = [value, value]
     return value
@@ -258,28 +256,28 @@ def _doubled(levels: int) -> Any:
         pytest.param(unpickle.loads(b"\x80\x02]q\x00h\x00a."), False, id="holds itself"),
     ],
 )
-def test_values_without_an_end_are_told(value: Any, bounded: bool) -> None:
+def test_values_without_an_end_are_told(value, bounded):
     assert is_bounded(value) is bounded
 
 
-def test_an_attribute_of_a_dict_other_than_metadata_is_refused() -> None:
+def test_an_attribute_of_a_dict_other_than_metadata_is_refused():
     kept = OrderedDict(a=1)
-    kept._metadata = OrderedDict(version=1)  # type: ignore[attr-defined]
+    kept._metadata = OrderedDict(version=1)
     assert unpickle.loads(pickle.dumps(kept)) == {"a": 1}
-    kept.weight = 2  # type: ignore[attr-defined]
+    kept.weight = 2
     with pytest.raises(pickle.UnpicklingError, match="_metadata"):
         unpickle.loads(pickle.dumps(kept))
 
 
 class Evil:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return os.system, (f"touch '{self.path}'",)
 
 
-def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
+def test_code_in_a_pickle_is_inert(tmp_path):
     content = pickle.dumps({"x": Evil(tmp_path / "ran"), "kept": [1, 2.5, "text"]})
     found = unpickle.loads(content)
     assert found["kept"] == [1, 2.5, "text"]
@@ -289,7 +287,7 @@ def test_code_in_a_pickle_is_inert(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists(), "the pickle is harmless: this test proves nothing"
 
 
-def test_names_that_are_not_allowed_end_the_reading(tmp_path: Path) -> None:
+def test_names_that_are_not_allowed_end_the_reading(tmp_path):
     content = pickle.dumps({"x": Evil(tmp_path / "ran")})
     with pytest.raises(NotAllowed) as error:
         unpickle.loads(content, {"posix.other"}.__contains__)
@@ -298,7 +296,7 @@ def test_names_that_are_not_allowed_end_the_reading(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_tensor_saved_by_torch_is_read_back_from_the_middle_of_a_file(tmp_path: Path) -> None:
+def test_tensor_saved_by_torch_is_read_back_from_the_middle_of_a_file(tmp_path):
     tensor, file = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:3, 2:5], tmp_path / "x"
     with file.open("wb") as stream:
         stream.write(b"some bytes before")
@@ -310,7 +308,7 @@ def test_tensor_saved_by_torch_is_read_back_from_the_middle_of_a_file(tmp_path: 
             blob.tensor(dtype, shape)
 
 
-def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
+def test_object_where_a_tensor_should_be_and_truncation(tmp_path):
     file = tmp_path / "x"
     torch.save({"no": "tensor"}, file)
     with pytest.raises(CkptkitError, match="no plain tensor"):
@@ -321,7 +319,7 @@ def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
         Blob(tmp_path / "absent", 0, 10).object()
 
 
-def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
+def test_a_missing_checksum_is_accepted(tmp_path):
     tensor, file = torch.arange(1000, dtype=torch.float32), tmp_path / "x"
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -332,7 +330,7 @@ def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
     assert torch.equal(Blob(file, 0, file.stat().st_size).tensor("float32", (1000,)), tensor)
 
 
-def test_every_gadget_is_an_inert_record_or_refused_and_imports_and_runs_nothing() -> None:
+def test_every_gadget_is_an_inert_record_or_refused_and_imports_and_runs_nothing():
     """In a process of its own: a hook of Python's audit cannot be removed again."""
     known = set(gadget_pickles.names())
     assert {("os", "run"), ("posix", "run"), ("subprocess", "run"), ("builtins", "eval")} <= known

@@ -7,15 +7,11 @@ megatron-core's own wrapper and optimizer, on four ranks.
 import io
 import pickle
 from argparse import Namespace
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.fsdp_saves import save_fsdp
 from support.messages import text_with
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
@@ -34,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 HF = {"model.embed_tokens.weight": torch.ones(8, 4), "model.layers.0.mlp.up_proj.weight": torch.ones(8, 4)}
 
 
-def of_megatron_lm(prefix: str, rng_state: object, model: str) -> dict[str, Any]:
+def of_megatron_lm(prefix, rng_state, model):
     """As Megatron-LM's `generate_state_dict` puts it together, with what `preprocess_fsdp_dtensor_state_dict` makes.
 
     Written by hand from that source: Megatron-FSDP runs on GPUs only.
@@ -56,7 +52,7 @@ def of_megatron_lm(prefix: str, rng_state: object, model: str) -> dict[str, Any]
 
 
 # What is saved, and what it must be called.
-SAVED: dict[str, tuple[dict[str, Any], str]] = {
+SAVED = {
     "fsdp_dtensor in pipeline chunks": (
         of_megatron_lm("module.", {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]}, "model0"),
         "Megatron-FSDP",
@@ -75,7 +71,7 @@ SAVED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(params=sorted(SAVED))
-def by_torch(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+def by_torch(request, tmp_path):
     """A root with a tracker as Megatron-LM leaves it; its iteration was written by torch itself."""
     content, name = SAVED[request.param]
     root = tmp_path / "saved"
@@ -85,9 +81,9 @@ def by_torch(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]
     return root, name
 
 
-def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], releases: PathOf, tmp_path: Path) -> None:
+def test_every_verb_names_the_format_and_keeps_it(by_torch, releases, tmp_path):
     root, name = by_torch
-    verbs: list[Callable[[Path], object]] = [inspect, verify, lambda path: convert(path, tmp_path / "out")]
+    verbs = [inspect, verify, lambda path: convert(path, tmp_path / "out")]
     for verb, path in product(verbs, (root, root / "iter_0000005")):
         with pytest.raises(UnsupportedError) as refused:
             verb(path)
@@ -104,14 +100,14 @@ def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], re
         assert any(text_with(name) == reason and "cut short" not in reason for reason in report.reasons)
 
 
-def test_other_planners_of_torch_are_told_by_names(tmp_path: Path) -> None:
+def test_other_planners_of_torch_are_told_by_names(tmp_path):
     writer, planner = FileSystemWriter(tmp_path / "flat"), DefaultSavePlanner(flatten_state_dict=False)
     dcp_save(HF, storage_writer=writer, planner=planner, no_dist=True)
     with pytest.raises(UnsupportedError, match="distributed.checkpoint"):
         verify(tmp_path / "flat")
 
 
-def test_torch_dist_without_its_common_state_is_still_found(converted: PathOf, copy_of: CopyOf) -> None:
+def test_torch_dist_without_its_common_state_is_still_found(converted, copy_of):
     path = copy_of(converted("qwen2-tied"))
     for file in ("common.pt", "metadata.json"):
         (path / "release" / file).unlink()
@@ -121,7 +117,7 @@ def test_torch_dist_without_its_common_state_is_still_found(converted: PathOf, c
         assert any(file in one.actual for one in report.findings)
 
 
-def check_whole(path: Path, release: Path, back: Path) -> None:
+def check_whole(path, release, back):
     """It is verified, its optimizer too, and comes back bit for bit."""
     report = verify(path, source=release)
     assert report.findings == []
@@ -131,7 +127,7 @@ def check_whole(path: Path, release: Path, back: Path) -> None:
     assert models.unequal(back, release) == []
 
 
-def test_megatron_fsdp_is_read_verified_and_exported(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
+def test_megatron_fsdp_is_read_verified_and_exported(converted, releases, tmp_path):
     save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved")
     facts = inspect(tmp_path / "saved", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron fsdp_dtensor"
@@ -139,9 +135,7 @@ def test_megatron_fsdp_is_read_verified_and_exported(converted: PathOf, releases
     check_whole(tmp_path / "saved", releases("glm4_moe"), tmp_path / "back")
 
 
-def test_what_megatron_saves_with_fsdp2_is_read_verified_and_exported(
-    saved: Path, releases: PathOf, tmp_path: Path
-) -> None:
+def test_what_megatron_saves_with_fsdp2_is_read_verified_and_exported(saved, releases, tmp_path):
     """The local spec's norms get the names of torch_dist, and the optimizer has numbers for names."""
     raw = pickle.loads((saved / "FSDP2" / "iter_0000010" / ".metadata").read_bytes()).state_dict_metadata
     assert "model.decoder.layers.3.mlp.experts.local_experts.11.linear_fc1.weight" in raw
@@ -155,7 +149,7 @@ def test_what_megatron_saves_with_fsdp2_is_read_verified_and_exported(
     check_whole(saved / "FSDP2", releases("glm4_moe-mtp"), tmp_path / "back")
 
 
-def test_an_optimizer_of_another_step_is_found_without_names(saved: Path, releases: PathOf, copy_of: CopyOf) -> None:
+def test_an_optimizer_of_another_step_is_found_without_names(saved, releases, copy_of):
     """Numbers are not held against names, but the numbers of masters must round to those of weights."""
     path = copy_of(saved / "FSDP2")
     info = pickle.loads((path / "iter_0000010" / ".metadata").read_bytes()).storage_data
@@ -171,7 +165,7 @@ def test_an_optimizer_of_another_step_is_found_without_names(saved: Path, releas
     assert [one.code for one in report.findings] == ["CK214"]
 
 
-def test_a_tensor_under_two_spellings_is_damage(converted: PathOf, tmp_path: Path) -> None:
+def test_a_tensor_under_two_spellings_is_damage(converted, tmp_path):
     """Expert 3 as grouped experts name it, and as experts one by one do."""
     twice = "decoder.layers.5.mlp.experts.local_experts.3.linear_fc2.weight"
     save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved", {f"module.{twice}": torch.zeros(2, 3)})
@@ -182,7 +176,7 @@ def test_a_tensor_under_two_spellings_is_damage(converted: PathOf, tmp_path: Pat
 LAYER, MTP, STATE = "decoder.layers.1.", "mtp.layers.0.", "optimizer.state."
 
 
-def test_keys_get_the_names_of_torch_dist() -> None:
+def test_keys_get_the_names_of_torch_dist():
     experts = f"{LAYER}mlp.experts"
     names = {
         f"model.module.{MTP}mtp_model_layer.mlp.linear_fc2.weight": f"{MTP}transformer_layer.mlp.linear_fc2.weight",
@@ -202,7 +196,7 @@ def test_keys_get_the_names_of_torch_dist() -> None:
     assert {key: torch_dist_keys([key]) for key in names} == {key: {key: name} for key, name in names.items()}
 
 
-def test_norms_of_the_local_spec_are_named_with_the_layer_after_them() -> None:
+def test_norms_of_the_local_spec_are_named_with_the_layer_after_them():
     """Latent attention and experts have norms of their own in every spec."""
     norms = [f"model.{LAYER}{name}.weight" for name in ("input_layernorm", "pre_mlp_layernorm")]
     linears = [f"model.{LAYER}{name}.weight" for name in ("self_attention.linear_qkv", "mlp.linear_fc1")]

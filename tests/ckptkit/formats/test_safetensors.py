@@ -1,9 +1,7 @@
 """The safetensors reader and writer against the safetensors library, and every way a file can be broken."""
 
 import json
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,19 +24,19 @@ TENSORS = {
 }
 
 
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same(left, right):
     as_bytes = [bytes(bytes_of(one.contiguous())) for one in (left, right)]
     return (left.shape, left.dtype) == (right.shape, right.dtype) and as_bytes[0] == as_bytes[1]
 
 
-def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
+def test_reads_what_the_library_wrote(tmp_path):
     save_file(TENSORS, tmp_path / "x.safetensors")
     shard = read_shard(tmp_path / "x.safetensors")
     assert set(shard.specs) == set(TENSORS)
     assert all(same(shard.read(name), tensor) for name, tensor in TENSORS.items())
 
 
-def test_library_reads_what_it_writes(tmp_path: Path) -> None:
+def test_library_reads_what_it_writes(tmp_path):
     specs = {name: TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()}
     shards = {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}
     writer = FilesWriter(tmp_path, SafetensorsFiles(specs, shards))
@@ -52,7 +50,7 @@ def test_library_reads_what_it_writes(tmp_path: Path) -> None:
     assert index["weight_map"] == {name: file for file, names in shards.items() for name in names}
 
 
-def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path: Path) -> None:
+def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path):
     writer = FilesWriter(
         tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), "float32")}, {"model.safetensors": ["a"]})
     )
@@ -66,7 +64,7 @@ def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_p
     writer.finish()
 
 
-def test_shards_are_cut_by_size_and_named_as_hf_does() -> None:
+def test_shards_are_cut_by_size_and_named_as_hf_does():
     specs = {name: TensorSpec(name, (100,), "uint8") for name in "abcde"}
     assert cut_shards(specs, limit=250) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
@@ -77,19 +75,18 @@ def test_shards_are_cut_by_size_and_named_as_hf_does() -> None:
     assert list(cut_shards(specs, limit=10)) == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
 
 
-def header_of(content: bytes) -> dict[str, dict[str, object]]:
-    header: dict[str, dict[str, object]] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return header
+def header_of(content):
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
-def with_header(content: bytes, header: object) -> bytes:
+def with_header(content, header):
     data = content[8 + int.from_bytes(content[:8], "little") :]
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
-def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
-    def mutate(content: bytes) -> bytes:
+def change(key, field, value):
+    def mutate(content):
         header = header_of(content)
         header[key][field] = value
         return with_header(content, header)
@@ -97,12 +94,12 @@ def change(key: str, field: str, value: object) -> Callable[[bytes], bytes]:
     return mutate
 
 
-def written(path: Path, text: bytes, data: bytes = bytes(4)) -> Path:
+def written(path, text, data=bytes(4)):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
 
 
-def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path) -> None:
+def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path):
     for character in ("x", "é", "0."):
         name, file = (character * 4097)[:4097], tmp_path / "model.safetensors"
         entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -112,7 +109,7 @@ def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: P
         assert len(str(error.value)) < 500
 
 
-def test_colons_in_names_are_no_second_key(tmp_path: Path) -> None:
+def test_colons_in_names_are_no_second_key(tmp_path):
     for name, separators in product(('a":', "a:b", ":"), ((",", ":"), (" , ", " : "))):
         header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {'":': '":'}}
         path = written(tmp_path / "x.safetensors", json.dumps(header, separators=separators).encode())
@@ -143,7 +140,7 @@ def test_colons_in_names_are_no_second_key(tmp_path: Path) -> None:
         (change("b", "data_offsets", [50, 74]), "b: data from byte 50: it leaves a hole"),
     ],
 )
-def test_broken_file_is_refused_and_named(tmp_path: Path, mutate: Callable[[bytes], bytes], message: str) -> None:
+def test_broken_file_is_refused_and_named(tmp_path, mutate, message):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(3, 2)}, path)
     path.write_bytes(mutate(path.read_bytes()))
@@ -152,7 +149,7 @@ def test_broken_file_is_refused_and_named(tmp_path: Path, mutate: Callable[[byte
     assert str(path) in error.value.message
 
 
-def write_checkpoint(root: Path, weight_map: dict[str, str]) -> None:
+def write_checkpoint(root, weight_map):
     """Two shards, `a` and `b`, with the given index."""
     save_file({"a": torch.zeros(2)}, root / "1.safetensors")
     save_file({"b": torch.zeros(2)}, root / "2.safetensors")
@@ -171,13 +168,13 @@ def write_checkpoint(root: Path, weight_map: dict[str, str]) -> None:
         ({"a": "1.safetensors", "b": "3.safetensors"}, "3.safetensors: No such file"),
     ],
 )
-def test_index_that_lies_is_refused(tmp_path: Path, weight_map: dict[str, str], message: str) -> None:
+def test_index_that_lies_is_refused(tmp_path, weight_map, message):
     write_checkpoint(tmp_path, weight_map)
     with pytest.raises(CkptkitError, match=message):
         HfCheckpoint(tmp_path)
 
 
-def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path: Path) -> None:
+def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path):
     write_checkpoint(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     assert list(HfCheckpoint(tmp_path).specs) == ["a", "b"]
     for name, message in (("c", "1.*shards"), ("a", "shards")):

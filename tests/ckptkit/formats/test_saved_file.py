@@ -8,15 +8,13 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from ckptkit.core.dtypes import STORAGE_CLASS, dtype_name, torch_dtype
 from ckptkit.core.errors import CkptkitError
@@ -32,12 +30,12 @@ from ckptkit.storage.write import Regions, WrittenFile
 BUFFER = torch.arange(3000, dtype=torch.float32)
 
 
-def save(path: Path, content: Any) -> Path:
+def save(path, content):
     torch.save(content, path)
     return path
 
 
-def read(path: Path, name: str) -> Tensor:
+def read(path, name):
     file = SavedFile(path)
     return file.read(file.tensor(file.content[name], name))
 
@@ -54,7 +52,7 @@ TENSORS = {
 }
 
 
-def test_tensors_are_what_torch_reads(tmp_path: Path) -> None:
+def test_tensors_are_what_torch_reads(tmp_path):
     path = save(tmp_path / "x.pt", TENSORS)
     expected = torch.load(path)
     for name in TENSORS:
@@ -64,19 +62,19 @@ def test_tensors_are_what_torch_reads(tmp_path: Path) -> None:
         assert torch.equal(found, expected[name]), name
 
 
-def test_a_modules_state_dict_with_its_metadata(tmp_path: Path) -> None:
+def test_a_modules_state_dict_with_its_metadata(tmp_path):
     """torch hangs `_metadata` on the OrderedDict of a state dict."""
     module = nn.Linear(3, 4)
     path = save(tmp_path / "x.pt", module.state_dict())
     assert torch.equal(read(path, "weight"), module.weight)
 
 
-def test_of_a_large_buffer_only_the_tensors_part_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_buffer_only_the_tensors_part_is_held(tmp_path, monkeypatch):
     path = save(tmp_path / "x.pt", {"first": BUFFER[:10], "second": BUFFER[10:30]})
     monkeypatch.setattr(saved_file, "_PIECE", 512)
     read_into, sizes = Blob.read_into, []
 
-    def seen(self: Blob, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
+    def seen(self, info, buffer, start=0):
         if "/data/" in info.filename:
             sizes.append(buffer.nbytes)
         read_into(self, info, buffer, start)
@@ -91,7 +89,7 @@ def test_of_a_large_buffer_only_the_tensors_part_is_held(tmp_path: Path, monkeyp
     assert sizes == [80]
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(tmp_path):
     path = save(tmp_path / "x.pt", {"part": BUFFER[:10], "whole": BUFFER})
     content = bytearray(path.read_bytes())
     content[content.index(BUFFER[1000:1010].numpy().tobytes())] ^= 1
@@ -101,7 +99,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
             read(path, name)
 
 
-def test_a_file_that_is_cut_short_is_no_zip_and_torchs_old_format_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_is_no_zip_and_torchs_old_format_is_named(tmp_path):
     path = save(tmp_path / "x.pt", {"it": BUFFER})
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CkptkitError, match="missing or damaged"):
@@ -113,7 +111,7 @@ def test_a_file_that_is_cut_short_is_no_zip_and_torchs_old_format_is_named(tmp_p
         SavedFile(path)
 
 
-def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whichever_read_fails_the_file_is_named(tmp_path, monkeypatch):
     path = save(tmp_path / "x.pt", {"it": 1})
     file, read_into = SavedFile(path), blob.read_into
     assert file.content == {"it": 1}
@@ -121,7 +119,7 @@ def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pyt
         file.forget()
         reads = iter([read_into] * good)
 
-        def failing(*arguments: Any, reads: Iterator[Callable[..., int]] = reads) -> int:
+        def failing(*arguments, reads=reads):
             if (read := next(reads, None)) is None:
                 raise OSError(errno.EIO, "Input/output error")
             return read(*arguments)
@@ -134,10 +132,10 @@ def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pyt
 class Rebuilt:
     """Pickles as a tensor with arguments of our choice."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         self.arguments = arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return torch._utils._rebuild_tensor_v2, self.arguments
 
 
@@ -146,7 +144,7 @@ class Storage:
 
 
 class Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value):
         return ("storage", torch.BFloat16Storage, "0", "cpu", 12) if isinstance(value, Storage) else None
 
 
@@ -163,7 +161,7 @@ class Pickler(pickle.Pickler):
         (("no storage", 0, (2,), (1,), False, {}), "write"),
     ],
 )
-def test_descriptions_that_reach_beyond_the_file(tmp_path: Path, arguments: Any, said: str) -> None:
+def test_descriptions_that_reach_beyond_the_file(tmp_path, arguments, said):
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive, archive.open("x/data.pkl", "w") as stream:
         Pickler(stream, 2).dump({"it": Rebuilt(*arguments)})
@@ -173,12 +171,12 @@ def test_descriptions_that_reach_beyond_the_file(tmp_path: Path, arguments: Any,
         read(path, "it")
 
 
-def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def numbers(shape, dtype):
     """Values that differ from one another, as far as the dtype has so many."""
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
-def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
+def written(path, tensor, offset=0):
     saved = SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype))
     file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size, Regions())
     content = bytes_of(tensor.contiguous())
@@ -188,7 +186,7 @@ def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
 
 
 @pytest.mark.parametrize("dtype", STORAGE_CLASS)
-def test_torch_and_ckptkit_read_it(tmp_path: Path, dtype: str) -> None:
+def test_torch_and_ckptkit_read_it(tmp_path, dtype):
     for number, shape in enumerate([(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]):
         tensor, path = numbers(shape, torch_dtype(dtype)), tmp_path / f"{number}"
         saved = written(path, tensor, 1000)
@@ -199,7 +197,7 @@ def test_torch_and_ckptkit_read_it(tmp_path: Path, dtype: str) -> None:
         assert torch.equal(Blob(path, 1000, saved.size).tensor(dtype, shape), tensor)
 
 
-def test_a_zip_whose_checksums_hold_whose_data_is_aligned_and_whose_pickle_is_torchs(tmp_path: Path) -> None:
+def test_a_zip_whose_checksums_hold_whose_data_is_aligned_and_whose_pickle_is_torchs(tmp_path):
     tensor = numbers((3, 5), torch.float32)
     saved = written(tmp_path / "x", tensor)
     torch.save(tensor, tmp_path / "archive.pt")
@@ -214,7 +212,7 @@ def test_a_zip_whose_checksums_hold_whose_data_is_aligned_and_whose_pickle_is_to
     assert (tmp_path / "x").read_bytes()[saved.data.begin :][:60] == tensor.numpy().tobytes()
 
 
-def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
+def test_a_tensor_beyond_4_gib(tmp_path):
     shape = (5 << 30,)
     saved = SavedLayout.of(shape, "uint8")
     descriptor = os.open(tmp_path / "x", os.O_CREAT | os.O_WRONLY, 0o644)
@@ -229,7 +227,7 @@ def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
     assert entry.file_size == 5 << 30
 
 
-def test_a_dtype_without_a_storage_class_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_without_a_storage_class_is_refused(tmp_path):
     with pytest.raises(CkptkitError, match="output_layer.weight.*Megatron"):
         TorchDistFiles({"output_layer.weight": TensorSpec("output_layer.weight", (2, 2), "float8_e4m3fn")}, {})
 
@@ -238,24 +236,24 @@ _OURS, _THEIRS = {"a": 1}, {"b": 2}
 _END, _LOCATOR, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
 
 
-def _saved(value: object) -> bytes:
+def _saved(value):
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
-def _by_torch(content: bytes) -> Any:
+def _by_torch(content):
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, OSError, ValueError, EOFError, KeyError):
         return None
 
 
-def _by_ckptkit(content: bytes) -> Any:
+def _by_ckptkit(content):
     return Blob(Path("saved.pt"), 0, len(content), memoryview(content)).object()
 
 
-def _zipped(*entries: tuple[str | zipfile.ZipInfo, object]) -> bytes:
+def _zipped(*entries):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, value in entries:
@@ -264,7 +262,7 @@ def _zipped(*entries: tuple[str | zipfile.ZipInfo, object]) -> bytes:
     return file.getvalue()
 
 
-def _called_otherwise(name: str, other: str) -> zipfile.ZipInfo:
+def _called_otherwise(name, other):
     """An entry with a Unicode path field, by which zipfile names it, and miniz does not."""
     path = b"\1" + struct.pack("<L", zlib.crc32(name.encode())) + other.encode()
     info = zipfile.ZipInfo(name)
@@ -272,7 +270,7 @@ def _called_otherwise(name: str, other: str) -> zipfile.ZipInfo:
     return info
 
 
-def _two_directories(chosen: int) -> bytes:
+def _two_directories(chosen):
     """Two saves in one file, each with a ZIP64 record; the locator names the `chosen` one, zipfile takes the last."""
     first, last = _saved(_THEIRS), _saved(_OURS)
     parts = [(content, content.rfind(b"PK\6\6")) for content in (first, last)]
@@ -303,7 +301,7 @@ _DIFFERENT = {
 
 
 @pytest.mark.parametrize("make", _DIFFERENT.values(), ids=_DIFFERENT)
-def test_a_file_in_which_torch_reads_another_pickle_is_refused(make: Callable[[], bytes]) -> None:
+def test_a_file_in_which_torch_reads_another_pickle_is_refused(make):
     content = make()
     assert _by_torch(content) == _THEIRS
     message = "differently|fields that torch|contradict each other|two entries have one name"
@@ -325,7 +323,7 @@ _BASES = [
     st.lists(st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 2, 8, 32, 64, 98, 107, 128, 255])), max_size=3),
     st.sampled_from([b"", b"", b"\0", b"PK\5\6" + bytes(18)]),
 )
-def test_what_is_accepted_is_what_torch_reads(content: bytes, edits: list[tuple[int, int]], behind: bytes) -> None:
+def test_what_is_accepted_is_what_torch_reads(content, edits, behind):
     changed = bytearray(content)
     for back, value in edits:
         changed[-1 - back % len(changed)] = value
@@ -336,7 +334,7 @@ def test_what_is_accepted_is_what_torch_reads(content: bytes, edits: list[tuple[
     assert _by_torch(bytes(changed) + behind) in (found, None)
 
 
-def test_a_file_of_torch_is_accepted_and_one_with_something_behind_it_is_not() -> None:
+def test_a_file_of_torch_is_accepted_and_one_with_something_behind_it_is_not():
     assert _by_ckptkit(_saved(_OURS)) == _OURS
     with pytest.raises(CkptkitError, match="something follows them"):
         _by_ckptkit(_saved(_OURS) + b"\0")

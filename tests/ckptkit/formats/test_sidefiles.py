@@ -3,13 +3,10 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.whole_files import write
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -21,15 +18,13 @@ from ckptkit.transfer.manifest import read_manifest
 from ckptkit.verify.run import verify
 
 
-def link(source: Path, name: str, target: str) -> None:
+def link(source, name, target):
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(target)
 
 
-def test_side_files_come_back_and_hidden_and_weight_files_do_not(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_side_files_come_back_and_hidden_and_weight_files_do_not(releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     carried = ("templates/chat.jinja", "metadata.json")
     for name in (*carried, ".git/config", "pytorch_model.bin"):
@@ -43,9 +38,7 @@ def test_side_files_come_back_and_hidden_and_weight_files_do_not(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "pkg/x.py", "additional_chat_templates/x.jinja", "model.bin"])
-def test_a_side_file_that_is_a_link_to_nothing_is_named(
-    name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_a_side_file_that_is_a_link_to_nothing_is_named(name, releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     link(source, name, "gone")
     with pytest.raises(CkptkitError, match=name):
@@ -56,9 +49,7 @@ def test_a_side_file_that_is_a_link_to_nothing_is_named(
 
 
 @pytest.mark.parametrize("name", ["README.md", "old/model.safetensors"])
-def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(
-    name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(name, releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     link(source, name, "gone")
     made = convert(source, tmp_path / "megatron")
@@ -79,9 +70,7 @@ def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(
         ("figures/x.png", "../.git/gone"),
     ],
 )
-def test_a_link_to_nothing_outside_the_checkpoint_is_refused_by_every_verb(
-    name: str, target: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_a_link_to_nothing_outside_the_checkpoint_is_refused_by_every_verb(name, target, releases, copy_of, tmp_path):
     source = copy_of(releases("qwen2-tied"))
     link(source, name, target)
     for verb in (verify, inspect, make_manifest, lambda path: convert(path, tmp_path / "megatron")):
@@ -93,7 +82,7 @@ def test_a_link_to_nothing_outside_the_checkpoint_is_refused_by_every_verb(
 LATIN = b"na\xe4me.txt"  # not UTF-8
 
 
-def named_in_latin(root: Path, name: bytes = LATIN) -> Path:
+def named_in_latin(root, name=LATIN):
     """A file whose name JSON cannot hold."""
     path = Path(os.fsdecode(os.fsencode(root) + b"/" + name))
     path.parent.mkdir(exist_ok=True)
@@ -102,9 +91,7 @@ def named_in_latin(root: Path, name: bytes = LATIN) -> Path:
 
 
 @pytest.mark.parametrize("name", [LATIN, b"\xe4/x.json", b"\xed\xb3\xa4.txt"])
-def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path, name: bytes
-) -> None:
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(releases, copy_of, tmp_path, name):
     source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
     named_in_latin(source, name)
     out.mkdir()
@@ -121,9 +108,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(
     assert not (source / "ckptkit.json").exists()
 
 
-def test_a_name_that_is_not_utf8_beside_megatron_is_refused_where_it_would_be_carried(
-    converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_a_name_that_is_not_utf8_beside_megatron_is_refused_where_it_would_be_carried(converted, copy_of, tmp_path):
     source = copy_of(converted("qwen2-tied"))
     file = named_in_latin(source / "hf")
     with pytest.raises(CkptkitError, match="UTF-8"):
@@ -134,7 +119,7 @@ def test_a_name_that_is_not_utf8_beside_megatron_is_refused_where_it_would_be_ca
     assert (tmp_path / "back/näme.txt").exists()
 
 
-def test_hidden_names_and_paths_that_are_not_utf8_pass(releases: PathOf, tmp_path: Path) -> None:
+def test_hidden_names_and_paths_that_are_not_utf8_pass(releases, tmp_path):
     source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe4"))
     shutil.copytree(releases("qwen2-tied"), source)
     named_in_latin(source, b".git/\xe4")
@@ -144,7 +129,7 @@ def test_hidden_names_and_paths_that_are_not_utf8_pass(releases: PathOf, tmp_pat
     assert convert(source, tmp_path / "megatron", resume=True).was_whole
 
 
-def all_names(layout: dict[str, list[str]]) -> list[str]:
+def all_names(layout):
     return [name for names in layout.values() for name in names]
 
 
@@ -160,9 +145,7 @@ def all_names(layout: dict[str, list[str]]) -> list[str]:
         (lambda layout: None, "hf_layout"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(
-    converted: PathOf, copy_of: CopyOf, tmp_path: Path, change: Callable[[Any], Any], message: str
-) -> None:
+def test_a_manifest_that_lies_is_refused(converted, copy_of, tmp_path, change, message):
     source = copy_of(converted("qwen2-tied"))
     content = json.loads((source / "ckptkit.json").read_text())
     write(source / "ckptkit.json", json.dumps(content | {"hf_layout": change(content["hf_layout"])}))
@@ -171,9 +154,7 @@ def test_a_manifest_that_lies_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["qwen2-tied"]
 
 
-def test_the_int4_release_may_give_config_and_tokenizer_on_the_way_back(
-    releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_the_int4_release_may_give_config_and_tokenizer_on_the_way_back(releases, converted, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
     convert(converted("qwen3_moe"), tmp_path / "back", hf=tmp_path / "int4")
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
@@ -184,8 +165,8 @@ def test_the_int4_release_may_give_config_and_tokenizer_on_the_way_back(
 
 
 def test_convert_from_the_directory_of_the_weights_finds_the_config_beside_it(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    releases, converted, copy_of, tmp_path, monkeypatch
+):
     source = copy_of(converted("qwen2-tied"))
     monkeypatch.chdir(source / "release")
     convert(".", tmp_path / "back")
@@ -194,9 +175,7 @@ def test_convert_from_the_directory_of_the_weights_finds_the_config_beside_it(
     assert models.unequal(release, back) == []
 
 
-def test_a_destination_beside_an_iteration_is_fine_and_one_on_its_side_files_is_not(
-    converted: PathOf, copy_of: CopyOf
-) -> None:
+def test_a_destination_beside_an_iteration_is_fine_and_one_on_its_side_files_is_not(converted, copy_of):
     source = copy_of(converted("qwen2-tied"))
     convert(source / "release", source / "back")
     assert (source / "back/config.json").exists()

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.models import content
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.converters.megatron import rank_cuts
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import Reader
 from ckptkit.core.plan import Plan, Step, View
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import Shard
@@ -29,19 +27,19 @@ from ckptkit.transfer.files import FilesWriter
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path, offset):
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
 
 
 @pytest.fixture
-def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def in_pieces(monkeypatch):
     """Streams every tensor and chunk in small pieces. Returns the file and the tensor's start for each piece read."""
-    read: list[tuple[str, int]] = []
+    read = []
     extent_read = raw.FileExtent.read
 
-    def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
+    def watched(self, reader, start, nbytes):
         read.append((self.path.name, self.offset))
         return extent_read(self, reader, start, nbytes)
 
@@ -52,17 +50,15 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return read
 
 
-def module_of(name: str) -> str:
+def module_of(name):
     return name.split(".")[-2]
 
 
 @pytest.mark.parametrize(
     ("verb", "name"), [("to Megatron", "qwen3_moe"), ("to HF", "qwen2-tied"), ("to INT4", "qwen3_moe")]
 )
-def test_the_same_bytes(
-    request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path, verb: str, name: str
-) -> None:
-    def run(out: Path) -> None:
+def test_the_same_bytes(request, releases, converted, tmp_path, verb, name):
+    def run(out):
         if verb == "to INT4":
             quantize(releases(name), out, int4_scheme(group_size=32))
         else:
@@ -76,10 +72,8 @@ def test_the_same_bytes(
     assert len(read) > len(set(read)) > 10
 
 
-def test_what_is_streamed_is_not_read_as_a_tensor(
-    releases: PathOf, in_pieces: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
+def test_what_is_streamed_is_not_read_as_a_tensor(releases, in_pieces, tmp_path, monkeypatch):
+    names = []
     read = Shard.read
     monkeypatch.setattr(Shard, "read", lambda self, name, *reader: (names.append(name), read(self, name, *reader))[1])
     convert(releases("qwen2-untied"), tmp_path / "out")
@@ -87,9 +81,9 @@ def test_what_is_streamed_is_not_read_as_a_tensor(
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def held(monkeypatch):
     """The tensors of a Megatron checkpoint that are read as such."""
-    names: list[str] = []
+    names = []
     read = TorchDistCheckpoint.read
     monkeypatch.setattr(
         TorchDistCheckpoint,
@@ -99,9 +93,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_gate_and_up_come_back_one_after_the_other(
-    releases: PathOf, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gate_and_up_come_back_one_after_the_other(releases, in_pieces, held, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
     convert(releases("qwen2-untied"), tmp_path / "in chunks")
     for size in (0, 1 << 20):  # chunks piece by piece, and each as a whole
@@ -114,9 +106,7 @@ def test_gate_and_up_come_back_one_after_the_other(
         assert bool(in_pieces) == (size == 0)
 
 
-def test_gate_and_up_in_one_chunk_are_read_once(
-    converted: PathOf, in_pieces: list[tuple[str, int]], held: list[str], tmp_path: Path
-) -> None:
+def test_gate_and_up_in_one_chunk_are_read_once(converted, in_pieces, held, tmp_path):
     convert(converted("qwen2-untied"), tmp_path / "out")
     assert "decoder.layers.3.mlp.linear_fc1.weight" in held
     assert "decoder.layers.3.mlp.linear_fc2.weight" not in held
@@ -126,9 +116,7 @@ def test_gate_and_up_in_one_chunk_are_read_once(
     ("size", "what"), [(0, "the bytes of model.embed_tokens.weight"), (1 << 20, r"\.distcp at byte \d+: its bytes")]
 )
 @pytest.mark.usefixtures("in_pieces")
-def test_a_checksum_that_does_not_hold(
-    converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, what: str
-) -> None:
+def test_a_checksum_that_does_not_hold(converted, copy_of, tmp_path, monkeypatch, size, what):
     path = copy_of(converted("qwen2-untied"))
     (extent,) = extents(path, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes // 2)
@@ -139,7 +127,7 @@ def test_a_checksum_that_does_not_hold(
 
 
 @pytest.fixture
-def padded(converted: PathOf, tmp_path: Path) -> Path:
+def padded(converted, tmp_path):
     """A checkpoint whose embedding has 200 rows more than the vocabulary, as Megatron pads it."""
     source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
     tensors = source.read(list(source.specs))
@@ -151,9 +139,7 @@ def padded(converted: PathOf, tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("in_pieces")
-def test_a_padded_vocabulary(
-    padded: Path, releases: PathOf, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_padded_vocabulary(padded, releases, held, tmp_path, monkeypatch):
     expected = models.tensors(releases("qwen2-untied"))
     for size in (0, 1 << 20):
         monkeypatch.setattr(blob, "AT_ONCE", size)
@@ -172,7 +158,7 @@ def test_a_padded_vocabulary(
     assert not (tmp_path / "out").exists()
 
 
-def extents(path: Path, name: str) -> list[raw.FileExtent]:
+def extents(path, name):
     """Where the bytes of a tensor stand that is read piece by piece."""
     found = list(TorchDistCheckpoint(path / "release").extents(name) or ())
     assert all(isinstance(extent, raw.FileExtent) for extent in found)
@@ -180,7 +166,7 @@ def extents(path: Path, name: str) -> list[raw.FileExtent]:
 
 
 @pytest.mark.usefixtures("in_pieces")
-def test_an_extent_holds_the_tensor(converted: PathOf) -> None:
+def test_an_extent_holds_the_tensor(converted):
     checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
     files = {path: path.read_bytes() for path in checkpoint.path.glob("*.distcp")}
     found = 0
@@ -192,10 +178,10 @@ def test_an_extent_holds_the_tensor(converted: PathOf) -> None:
     assert found > 50
 
 
-def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
+def test_bytes_that_do_not_lie_end_to_end_are_not_streamed():
     """The first of two tensors is padded on disk. Put together, its padding would stand between them."""
 
-    def place(name: str, *sizes: int) -> list[raw.FileExtent]:
+    def place(name, *sizes):
         return [raw.FileExtent(Path(name), 100 * index, size) for index, size in enumerate(sizes)]
 
     places = {"a": place("a", 8, 4), "b": place("b", 16), "c": place("c", 8, 8)}
@@ -212,10 +198,10 @@ def test_bytes_that_do_not_lie_end_to_end_are_not_streamed() -> None:
         config={}, specs=specs, groups=[(name,) for name in places], read=None
     )
 
-    def extents(inputs: tuple[str, ...], outputs: tuple[str, ...], wanted: str) -> list[raw.FileExtent] | None:
+    def extents(inputs, outputs, wanted):
         step = Step(inputs, tuple(specs[name] for name in outputs), list, "", is_byte_copy=True)
-        found = View(source, Plan((step,), inputs)).extents(wanted)  # type: ignore[arg-type]
-        return None if found is None else list(found)  # type: ignore[arg-type]
+        found = View(source, Plan((step,), inputs)).extents(wanted)
+        return None if found is None else list(found)
 
     assert extents(("c", "b"), ("cb",), "cb") == places["c"] + places["b"]
     assert extents(("a", "b"), ("ab",), "ab") is None

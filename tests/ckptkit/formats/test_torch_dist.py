@@ -3,21 +3,16 @@
 import io
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -31,7 +26,7 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, tiling_proble
 from ckptkit.formats.torch_save.unpickle import Machine
 
 
-def test_what_megatron_expects_beside_the_tensors(converted: PathOf) -> None:
+def test_what_megatron_expects_beside_the_tensors(converted):
     root = converted("glm4_moe")
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "release"
     common = torch.load(root / "release/common.pt", weights_only=False)
@@ -53,7 +48,7 @@ def test_what_megatron_expects_beside_the_tensors(converted: PathOf) -> None:
         assert key in keys
 
 
-def test_objects_of_norms_that_go_by_two_names(converted: PathOf) -> None:
+def test_objects_of_norms_that_go_by_two_names(converted):
     """With Transformer Engine, compressed queries, keys and values have norm modules only around sparse attention."""
     with (converted("deepseek_v32") / "release/.metadata").open("rb") as file:
         keys = pickle.load(file).state_dict_metadata.keys()
@@ -65,18 +60,18 @@ def test_objects_of_norms_that_go_by_two_names(converted: PathOf) -> None:
 FC2, NORM, PROJ = "layers.3.mlp.experts.experts.linear_fc2", "final_layernorm", "layers.0.self_attention.linear_proj"
 
 
-def two_at_one_place(chunks: list[ChunkStorageMetadata]) -> None:
+def two_at_one_place(chunks):
     chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
 
 
-def drop_places(metadata: Metadata, key: str) -> None:
+def drop_places(metadata, key):
     metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != key}
 
 
-def mixed_layouts(metadata: Metadata) -> None:
+def mixed_layouts(metadata):
     """The same tensor under a stacked key and under one key a layer."""
     key, stacked_key = f"decoder.{PROJ}.weight", "decoder.layers.self_attention.linear_proj.weight"
-    entry: Any = metadata.state_dict_metadata[key]
+    entry = metadata.state_dict_metadata[key]
     size, chunk = torch.Size([1, *entry.size]), entry.chunks[0]
     stacked = ChunkStorageMetadata(torch.Size([0, *chunk.offsets]), torch.Size([1, *chunk.sizes]))
     metadata.state_dict_metadata[stacked_key] = replace(entry, size=size, chunks=[stacked])
@@ -95,16 +90,14 @@ def mixed_layouts(metadata: Metadata) -> None:
     ],
     ids=["a chunk is missing", "chunks overlap", "no place", "a path outside", "two layouts"],
 )
-def test_incomplete_metadata_is_refused(
-    converted: PathOf, copy_of: CopyOf, change: Callable[[Metadata], object], message: str
-) -> None:
+def test_incomplete_metadata_is_refused(converted, copy_of, change, message):
     path = copy_of(converted("qwen3_moe")) / "release"
     models.edit_metadata(path, change)
     with pytest.raises(CkptkitError, match=message):
         TorchDistCheckpoint(path)
 
 
-def test_tiling() -> None:
+def test_tiling():
     for boxes, problem in (
         ([((0, 0), (4, 6))], None),
         ([((0, 0), (4, 3)), ((0, 3), (4, 3))], None),
@@ -119,12 +112,10 @@ def test_tiling() -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
-def test_a_lack_of_memory_names_the_file_that_was_read(
-    file: str, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_names_the_file_that_was_read(file, converted, monkeypatch):
     run = Machine.run
 
-    def lacking(machine: Machine) -> Any:
+    def lacking(machine):
         if (b"fqn" in machine._content) == (file == ".metadata"):
             raise MemoryError
         return run(machine)
@@ -156,14 +147,14 @@ REFUSED = [
 ]
 
 
-def add(path: Path, *keys: str) -> None:
+def add(path, *keys):
     root, buffer = path / "release", io.BytesIO()
     torch.save(torch.ones(12, 1), buffer)
     size, place = torch.Size((12, 1)), torch.Size((0, 0))
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [ChunkStorageMetadata(place, size)])
     nbytes = len(buffer.getvalue())
 
-    def change(metadata: Metadata) -> None:
+    def change(metadata):
         for number, key in enumerate(keys):
             metadata.state_dict_metadata[key] = entry
             stored = _StorageInfo("__9_0.distcp", number * nbytes, nbytes)
@@ -174,9 +165,7 @@ def add(path: Path, *keys: str) -> None:
     (path / "ckptkit.json").unlink(missing_ok=True)
 
 
-def test_calibration_is_left_out_and_named(
-    converted: PathOf, releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_calibration_is_left_out_and_named(converted, releases, copy_of, tmp_path):
     path, source = copy_of(converted("qwen2-tied")), releases("qwen2-tied")
     before = set(TorchDistCheckpoint(path / "release").specs)
     add(path, *LEFT_OUT)
@@ -191,7 +180,7 @@ def test_calibration_is_left_out_and_named(
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_weights_need_is_not_left_out(converted: PathOf, copy_of: CopyOf, tmp_path: Path, key: str) -> None:
+def test_what_weights_need_is_not_left_out(converted, copy_of, tmp_path, key):
     path = copy_of(converted("qwen2-tied"))
     add(path, key, LEFT_OUT[0])
     with pytest.raises(CkptkitError, match="rule") as refused:

@@ -2,9 +2,7 @@
 
 import errno
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -32,38 +30,38 @@ RANGES = [
 ]
 
 
-def numbers(count: int, seed: int = 0) -> bytes:
+def numbers(count, seed=0):
     return (
         torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).numpy().tobytes()
     )
 
 
-def opened(path: Path, size: int) -> WrittenFile:
+def opened(path, size):
     return WrittenFile(os.open(path, os.O_CREAT | os.O_RDWR, 0o644), size, Regions())
 
 
 @pytest.fixture(params=["past the cache", "refused when opened", "refused when used"])
-def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def file_system(request, monkeypatch):
     """This machine's own, and two that have no way past the page cache."""
     open_, pwrite, preadv = os.open, os.pwrite, os.preadv
-    direct: set[int] = set()
+    direct = set()
 
-    def watched(path: str, flags: int, mode: int = 0o777) -> int:
+    def watched(path, flags, mode=0o777):
         if flags & os.O_DIRECT and request.param == "refused when opened":
             raise OSError(errno.EINVAL, "Invalid argument")
         descriptor = open_(path, flags, mode)
         (direct.add if flags & os.O_DIRECT else direct.discard)(descriptor)
         return descriptor
 
-    def refuse(descriptor: int) -> None:
+    def refuse(descriptor):
         if descriptor in direct and request.param == "refused when used":
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    def writes(descriptor: int, content: bytes, offset: int) -> int:
+    def writes(descriptor, content, offset):
         refuse(descriptor)
         return pwrite(descriptor, content, offset)
 
-    def reads(descriptor: int, buffers: Sequence[bytes], offset: int, flags: int = 0) -> int:
+    def reads(descriptor, buffers, offset, flags=0):
         refuse(descriptor)
         return preadv(descriptor, buffers, offset, flags)
 
@@ -73,7 +71,7 @@ def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-def test_written_bytes_are_in_the_file(file_system: str, tmp_path: Path) -> None:
+def test_written_bytes_are_in_the_file(file_system, tmp_path):
     for offset, length in RANGES:
         content = numbers(length)
         file = opened(tmp_path / f"{offset}-{length}", offset + length + 10)
@@ -83,7 +81,7 @@ def test_written_bytes_are_in_the_file(file_system: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_every_way_to_read_gives_the_bytes_of_the_file(file_system: str, tmp_path: Path, cached: bool) -> None:
+def test_every_way_to_read_gives_the_bytes_of_the_file(file_system, tmp_path, cached):
     path = tmp_path / "x"
     for offset, length in RANGES:
         content = numbers(offset + length + 5000)
@@ -101,14 +99,14 @@ def test_every_way_to_read_gives_the_bytes_of_the_file(file_system: str, tmp_pat
         assert bytes_of(read_new(ByteRange(path, 100, 2 * len(content)))) == content[100:]
 
 
-def forget(path: Path) -> None:
+def forget(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
-def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path: Path) -> None:
+def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path):
     sizes = [MIB + 4097 * index + 13 for index in range(24)]
     pieces = [numbers(size, seed) for seed, size in enumerate(sizes)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -119,7 +117,7 @@ def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path: Path) -> No
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
 
 
-def test_cuts_tile_and_keep_blocks_whole() -> None:
+def test_cuts_tile_and_keep_blocks_whole():
     for offset, nbytes in ((0, 0), (0, 1), (5, 100 * MIB), (raw.BUFFER, 3 * raw.BUFFER), (raw.BUFFER - 1, 2)):
         found = list(cuts(offset, nbytes))
         assert [begin for begin, _ in found] == [0, *(end for _, end in found)][: len(found)]
@@ -129,17 +127,17 @@ def test_cuts_tile_and_keep_blocks_whole() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     (tmp_path / "x").write_bytes(numbers(10 * MIB + 77))
     return tmp_path / "x"
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
+def requests(monkeypatch):
+    found = []
     preadv = os.preadv
 
-    def watched(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def watched(descriptor, buffers, offset):
         found.append(sum(map(len, buffers)))
         return preadv(descriptor, buffers, offset)
 
@@ -147,12 +145,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def loaded(reader: FileReader, path: Path, begin: int, end: int) -> bytes | None:
+def loaded(reader, path, begin, end):
     found = reader.loaded(ByteRange(path, begin, end))
     return None if found is None else bytes(bytes_of(found))
 
 
-def test_load_of_ranges_that_touch_is_one_request(file: Path, requests: list[int]) -> None:
+def test_load_of_ranges_that_touch_is_one_request(file, requests):
     content, reader = file.read_bytes(), FileReader()
     ranges = [
         ByteRange(file, *edges)
@@ -169,7 +167,7 @@ def test_load_of_ranges_that_touch_is_one_request(file: Path, requests: list[int
     assert requests == []
 
 
-def test_read_replaces_what_was_loaded(file: Path, requests: list[int]) -> None:
+def test_read_replaces_what_was_loaded(file, requests):
     content, reader = file.read_bytes(), FileReader()
     reader.load([ByteRange(file, 5000, 5010)])
     assert loaded(reader, file, 5000, 5010) == content[5000:5010]
@@ -178,9 +176,7 @@ def test_read_replaces_what_was_loaded(file: Path, requests: list[int]) -> None:
     assert len(requests) == 2
 
 
-def test_large_ranges_are_read_in_requests_of_one_size(
-    file: Path, requests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_ranges_are_read_in_requests_of_one_size(file, requests, monkeypatch):
     monkeypatch.setattr(raw, "BUFFER", 4 * MIB)
     FileReader().load([ByteRange(file, 0, 9 * MIB)])
     assert requests == [4718592, 4718592]
@@ -189,9 +185,7 @@ def test_large_ranges_are_read_in_requests_of_one_size(
     assert requests == [4 * MIB + 4096]
 
 
-def test_ranges_larger_than_the_memory_are_not_loaded_but_can_be_read(
-    file: Path, requests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_larger_than_the_memory_are_not_loaded_but_can_be_read(file, requests, monkeypatch):
     monkeypatch.setattr(raw, "ARENA", 2 * MIB)
     reader = FileReader()
     reader.load([ByteRange(file, 0, 100), ByteRange(file, MIB, 4 * MIB)])
@@ -200,7 +194,7 @@ def test_ranges_larger_than_the_memory_are_not_loaded_but_can_be_read(
     assert reader.read(ByteRange(file, 77, 4 * MIB)) == file.read_bytes()[77 : 4 * MIB]
 
 
-def test_unreadable_ranges_are_skipped_by_load_and_raised_by_read(file: Path, tmp_path: Path) -> None:
+def test_unreadable_ranges_are_skipped_by_load_and_raised_by_read(file, tmp_path):
     reader, end = FileReader(), 10 * MIB + 77
     absent = ByteRange(tmp_path / "absent", 0, 100)
     reader.load([absent, ByteRange(file, 10 * MIB, 11 * MIB)])
@@ -215,7 +209,7 @@ def test_unreadable_ranges_are_skipped_by_load_and_raised_by_read(file: Path, tm
         reader.read(absent)
 
 
-def test_neighbours_are_joined_without_a_copy_where_they_are_loaded(tmp_path: Path) -> None:
+def test_neighbours_are_joined_without_a_copy_where_they_are_loaded(tmp_path):
     tensors = {
         name: torch.arange(12, dtype=torch.bfloat16).reshape(3, 4) + 100 * index for index, name in enumerate("abc")
     }
@@ -224,8 +218,8 @@ def test_neighbours_are_joined_without_a_copy_where_they_are_loaded(tmp_path: Pa
     source = HfCheckpoint(tmp_path)
     reader = FileReader()
 
-    def joined(*names: str) -> tuple[torch.Tensor, bool]:
-        calls: list[int] = []
+    def joined(*names):
+        calls = []
         spec = TensorSpec("x", (3 * len(names), 4), "bfloat16")
         step = Step(names, (spec,), lambda parts: (calls.append(1), [torch.cat(list(parts))])[1], "", is_byte_copy=True)
         found = View(source, Plan((step,), names)).read(["x"], reader)["x"]

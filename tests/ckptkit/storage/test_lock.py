@@ -7,13 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.models import content
 from support.processes import ckptkit, environment
@@ -48,7 +45,7 @@ cli.main(sys.argv[1:], standalone_mode=False)
 
 
 @contextmanager
-def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+def writing(*arguments):
     """A run in a process of its own that is writing. It is killed at the end, as by a machine that goes down."""
     words = [sys.executable, "-c", STOPS, *map(str, arguments), "--workers", "1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -61,7 +58,7 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path) -> list[str | Path]:
+def words(request, releases, converted, tmp_path):
     if request.param == "to HF":
         return ["convert", converted("qwen3_moe"), tmp_path / "out"]
     return ["convert", releases("qwen3_moe"), tmp_path / "out", "--max-shard-size", "1MB"]
@@ -72,9 +69,7 @@ def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, t
     [("to Megatron", "--overwrite"), pytest.param("to HF", "--resume", marks=pytest.mark.nightly)],
     indirect=["words"],
 )
-def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(
-    words: list[str | Path], tmp_path: Path, how: str
-) -> None:
+def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(words, tmp_path, how):
     with writing(*words) as process:
         before = content(tmp_path / "out.partial")
         second = ckptkit(*words, how)
@@ -89,9 +84,9 @@ def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(
     assert content(tmp_path / "out") == content(tmp_path / "alone")
 
 
-def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf, tmp_path: Path) -> None:
+def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases, tmp_path):
     source, out = releases("qwen3_moe"), tmp_path / "out"
-    refused: list[Callable[[], Any]] = [
+    refused = [
         lambda: convert(source, out),
         lambda: convert(source, out, overwrite=True, ray="auto"),
         lambda: convert(source, out, overwrite=True, dry_run=True),
@@ -104,7 +99,7 @@ def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf
                 call()
 
 
-def test_lock_leaves_nothing_after_an_error_or_an_end(tmp_path: Path) -> None:
+def test_lock_leaves_nothing_after_an_error_or_an_end(tmp_path):
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED):
         assert (tmp_path / LOCK).exists()
         raise ZeroDivisionError
@@ -117,13 +112,11 @@ def test_lock_leaves_nothing_after_an_error_or_an_end(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
     # The other run ends between opening and locking here: the lock would be on a file that nobody else can find.
     flock, calls = fcntl.flock, []
 
-    def ended_meanwhile(descriptor: int, kind: int) -> None:
+    def ended_meanwhile(descriptor, kind):
         calls.append(kind)
         if len(calls) == 1:
             (tmp_path / LOCK).unlink()
@@ -135,13 +128,11 @@ def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
         pass
 
 
-def test_lock_on_a_file_system_without_locks_is_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int, kind: int) -> None:
+def test_lock_on_a_file_system_without_locks_is_the_file_itself(tmp_path, monkeypatch):
+    def refuse(descriptor, kind):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    def refused(message: str, **options: bool) -> None:
+    def refused(message, **options):
         with pytest.raises(CkptkitError, match=message), new_directory(tmp_path / "out", ASKED, **options):
             pass
 
@@ -163,9 +154,7 @@ def test_lock_on_a_file_system_without_locks_is_the_file_itself(
         (os.mkfifo, "is not a regular file"),
     ],
 )
-def test_lock_file_that_is_somebody_elses_is_left_alone(
-    tmp_path: Path, make: Callable[[Path], object], message: str
-) -> None:
+def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path, make, message):
     (tmp_path / "thesis").write_text("x")
     make(tmp_path / LOCK)
     with pytest.raises(CkptkitError, match=rf"{LOCK}: {message}"), new_directory(tmp_path / "out", ASKED):

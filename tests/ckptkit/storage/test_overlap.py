@@ -2,12 +2,9 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
 from support.models import content
 from support.whole_files import write_files
 
@@ -18,7 +15,7 @@ from ckptkit.transfer.destination import check_destination
 
 
 @contextmanager
-def bind_mount(place: Path, again: Path) -> Iterator[None]:
+def bind_mount(place, again):
     """Shows the directory `place` at `again` too. Skips the test where that is not allowed."""
     again.mkdir()
     done = subprocess.run(["mount", "--bind", place, again], check=False, capture_output=True, text=True)
@@ -30,20 +27,20 @@ def bind_mount(place: Path, again: Path) -> Iterator[None]:
         subprocess.run(["umount", again], check=True)
 
 
-def assert_refused(destination: Path, *sources: Path) -> None:
+def assert_refused(destination, *sources):
     with pytest.raises(CkptkitError, match=r"overlaps \S+, which is read"):
         check_destination(destination, sources, overwrite=True)
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     root = tmp_path / "tree"
     for folder in ("model", "model/sub", "other"):
         write_files(root / folder, "config.json", "model.safetensors")
     return root
 
 
-def test_destination_that_is_the_source_through_a_mount_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_destination_that_is_the_source_through_a_mount_is_refused(tree, tmp_path):
     with bind_mount(tree, tmp_path / "again"):
         for name, source in (("model", "model"), ("model", "model/sub"), ("model/new", "model")):
             assert_refused(tmp_path / "again" / name, tree / source)
@@ -54,16 +51,14 @@ def test_destination_that_is_the_source_through_a_mount_is_refused(tree: Path, t
         assert_refused(tmp_path / "again/out", tree / "out.partial")
 
 
-def test_destination_around_or_inside_a_mounted_part_of_the_source_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_destination_around_or_inside_a_mounted_part_of_the_source_is_refused(tree, tmp_path):
     with bind_mount(tree / "model/sub", tmp_path / "again"):
         assert_refused(tmp_path / "again/new", tree / "model")
         assert_refused(tree / "model", tmp_path / "again")
         check_destination(tree / "other", [tmp_path / "again"], overwrite=True)
 
 
-def test_overwriting_a_source_through_a_mount_leaves_it_as_it_was(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_overwriting_a_source_through_a_mount_leaves_it_as_it_was(releases, converted, copy_of, tmp_path):
     source, scheme = copy_of(releases("qwen3_moe")), int4_scheme(group_size=32)
     before = content(source)
     with bind_mount(tmp_path, tmp_path.with_name(f"{tmp_path.name}-again")):
@@ -79,7 +74,7 @@ def test_overwriting_a_source_through_a_mount_leaves_it_as_it_was(
         assert content(source) == before
 
 
-def test_destination_that_the_files_of_the_source_lie_in_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_destination_that_the_files_of_the_source_lie_in_is_refused(tree, tmp_path):
     # As a download's cache has it: the source is a directory of links.
     source = tmp_path / "snapshot"
     source.mkdir()
@@ -91,9 +86,7 @@ def test_destination_that_the_files_of_the_source_lie_in_is_refused(tree: Path, 
         assert_refused(tree / spelling, tree / "model")
 
 
-def test_overwriting_hard_links_of_the_source_leaves_it_as_it_was(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
+def test_overwriting_hard_links_of_the_source_leaves_it_as_it_was(releases, copy_of, tmp_path):
     # What has a second name is not lost with the first, and the output is written as new files.
     source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
     before = content(source)
@@ -105,9 +98,7 @@ def test_overwriting_hard_links_of_the_source_leaves_it_as_it_was(
     assert (out / "release/.metadata").exists()
 
 
-def test_megatron_source_is_not_lost_with_what_lies_beside_its_weights(
-    releases: PathOf, copy_of: CopyOf, converted: PathOf
-) -> None:
+def test_megatron_source_is_not_lost_with_what_lies_beside_its_weights(releases, copy_of, converted):
     root = copy_of(converted("qwen2-tied"))
     (root / "carried").mkdir()
     (root / "carried/config.json").write_text("{}")

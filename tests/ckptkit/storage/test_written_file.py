@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,21 +21,19 @@ REGION = 4 * 4096
 
 
 @pytest.fixture(autouse=True)
-def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_regions(monkeypatch):
     """Of 16 KiB, that are written past the page cache if they hold at least 8 KiB of whole blocks."""
     monkeypatch.setattr(written_file, "BUFFER", REGION)
     monkeypatch.setattr(written_file, "LARGE", 2 * 4096)
     monkeypatch.setattr(buffers, "BUFFER", REGION)
 
 
-def opened(path: Path, size: int, regions: Regions) -> WrittenFile:
+def opened(path, size, regions):
     return WrittenFile(os.open(path, os.O_CREAT | os.O_RDWR, 0o644), size, regions)
 
 
 @pytest.mark.parametrize(("threads", "room"), [(1, 0), (1, 100), (4, 1), (4, 100)])
-def test_pieces_of_several_files_in_any_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, room: int
-) -> None:
+def test_pieces_of_several_files_in_any_order(tmp_path, monkeypatch, threads, room):
     """Also where there is room for few regions, and most are written before all of them has come."""
     monkeypatch.setattr(written_file, "_OPEN", room)
     monkeypatch.setattr(written_file, "_OF_THREAD", 0)
@@ -55,13 +52,11 @@ def test_pieces_of_several_files_in_any_order(
     assert [(tmp_path / str(index)).read_bytes() == content for index, content in enumerate(contents)] == [True] * 4
 
 
-def test_a_region_is_written_at_once_by_the_thread_that_completes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[int, int]] = []
+def test_a_region_is_written_at_once_by_the_thread_that_completes_it(tmp_path, monkeypatch):
+    calls = []
     pwrite = os.pwrite
 
-    def noting(descriptor: int, content: bytes, offset: int) -> int:
+    def noting(descriptor, content, offset):
         calls.append((offset, len(content)))
         return pwrite(descriptor, content, offset)
 
@@ -77,16 +72,14 @@ def test_a_region_is_written_at_once_by_the_thread_that_completes_it(
     assert (tmp_path / "x").read_bytes() == content
 
 
-def test_a_file_is_not_closed_while_another_thread_writes_what_had_to_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_closed_while_another_thread_writes_what_had_to_make_room(tmp_path, monkeypatch):
     monkeypatch.setattr(written_file, "_OPEN", 1)
     monkeypatch.setattr(written_file, "_OF_THREAD", 0)
     regions, begun, go_on = Regions(), threading.Event(), threading.Event()
     first, second = opened(tmp_path / "1", 100, regions), opened(tmp_path / "2", 100, regions)
     write_run = WrittenFile.write_run
 
-    def slowly(self: WrittenFile, view: memoryview, offset: int) -> None:
+    def slowly(self, view, offset):
         begun.set()
         assert go_on.wait(10)
         write_run(self, view, offset)
@@ -105,7 +98,7 @@ def test_a_file_is_not_closed_while_another_thread_writes_what_had_to_make_room(
     assert [(tmp_path / name).read_bytes() for name in "12"] == [b"1" * 50 + bytes(50), b"2" * 50 + bytes(50)]
 
 
-def test_an_abandoned_file_is_written_no_more(tmp_path: Path) -> None:
+def test_an_abandoned_file_is_written_no_more(tmp_path):
     file = opened(tmp_path / "x", 100, Regions())
     file.write(b"1" * 50, 0)
     file.abandon()
@@ -113,10 +106,8 @@ def test_an_abandoned_file_is_written_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_disk_that_is_full_when_a_file_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
-) -> None:
-    def full(*arguments: object) -> None:
+def test_a_disk_that_is_full_when_a_file_is_finished(tmp_path, monkeypatch, recorded):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if not recorded:

@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.ray import ray_cluster
 
 
-def refused(address: str) -> CkptkitError:
+def refused(address):
     with pytest.raises(CkptkitError) as error, ray_cluster(address):
         pass
     return error.value
@@ -22,13 +22,13 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.fixture
-def closed_port() -> int:
+def closed_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
-def test_addresses_where_no_cluster_is(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_where_no_cluster_is(closed_port, monkeypatch):
     address = f"127.0.0.1:{closed_port}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     for given in (address, "auto"):
@@ -43,7 +43,7 @@ def test_addresses_where_no_cluster_is(closed_port: int, monkeypatch: pytest.Mon
     assert str(refused("auto")) == "Ray is not installed\n  next: pip install ray"
 
 
-def test_a_cluster_of_its_own_ends_with_the_work(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_its_own_ends_with_the_work(closed_port, monkeypatch):
     with tempfile.TemporaryDirectory() as folder:  # Ray's sockets lie below it, and their paths must be short
         monkeypatch.setenv("RAY_TMPDIR", folder)
         file = Path(folder, "ray", "ray_current_cluster")

@@ -2,13 +2,11 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from support.fixture_types import PathOf
-from torch import Tensor
 
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
@@ -23,7 +21,7 @@ NAMES = [f"w{index}" for index in range(40)]
 class Numbers:
     """40 tensors of 1000 bytes, each filled with its number; counts the bytes that were read and not yet written."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.config: Mapping[str, Any] = {}
         self.specs = {name: TensorSpec(name, (1000,), "uint8") for name in NAMES}
         self.groups = [(name,) for name in NAMES]
@@ -33,7 +31,7 @@ class Numbers:
         self.threads: set[int] = set()
         self.seconds = 0.002  # of a read
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def read(self, names):
         with self.lock:
             self.order += names
             self.threads.add(threading.get_ident())
@@ -44,23 +42,23 @@ class Numbers:
 
 
 class Sink:
-    def __init__(self, source: Numbers) -> None:
+    def __init__(self, source):
         self.source, self.values, self.end = source, dict[str, int](), ""
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(self, name, tensor):
         with self.source.lock:
             self.source.held -= tensor.nbytes
             self.values[name] = int(tensor[0])
 
-    def finish(self) -> None:
+    def finish(self):
         self.end = "finished"
 
-    def discard(self) -> None:
+    def discard(self):
         self.end = "discarded"
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_every_group_is_copied_once_by_so_many_threads(workers: int) -> None:
+def test_every_group_is_copied_once_by_so_many_threads(workers):
     source = Numbers()
     sink = Sink(source)
     copy(source, sink, "test", workers)
@@ -72,7 +70,7 @@ def test_every_group_is_copied_once_by_so_many_threads(workers: int) -> None:
         assert source.order == NAMES
 
 
-def test_bytes_in_flight_are_bounded_and_a_larger_group_goes_alone() -> None:
+def test_bytes_in_flight_are_bounded_and_a_larger_group_goes_alone():
     for memory, most in ((3000, 3000), (10, 1000)):
         source = Numbers()
         sink = Sink(source)
@@ -85,9 +83,7 @@ def test_bytes_in_flight_are_bounded_and_a_larger_group_goes_alone() -> None:
 @pytest.mark.parametrize(
     ("cores", "memory", "expected"), [(2, IN_FLIGHT, 5), (64, IN_FLIGHT, 10), (64, 10 * IN_FLIGHT, 67), (8, 1, 1)]
 )
-def test_threads_have_buffers_of_no_more_than_the_bound(
-    monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int
-) -> None:
+def test_threads_have_buffers_of_no_more_than_the_bound(monkeypatch, cores, memory, expected):
     monkeypatch.setattr("ckptkit.transfer.copy.cores", lambda: cores)
     assert threads(memory) == expected
     source = Numbers()
@@ -95,7 +91,7 @@ def test_threads_have_buffers_of_no_more_than_the_bound(
     assert len(source.threads) <= expected
 
 
-def test_memory_counts_what_is_read_through_every_view() -> None:
+def test_memory_counts_what_is_read_through_every_view():
     source = Numbers()
     half = Step(("w0", "w1"), (TensorSpec("half", (500,), "uint8"),), lambda tensors: [tensors[0][:500]], "half")
     first = View(source, Plan((half, *(identity(source.specs[name]) for name in NAMES[2:])), source.specs))
@@ -106,7 +102,7 @@ def test_memory_counts_what_is_read_through_every_view() -> None:
     assert read_and_held(second, ["half", "w2"]) == (3000, 500 + 3000)
 
 
-def test_tensors_that_are_joined_count_twice_in_memory() -> None:
+def test_tensors_that_are_joined_count_twice_in_memory():
     """Even where bytes are only copied, as those of gate and up; on the way back they are parts of one memory."""
     source = Numbers()
     both = Step(
@@ -129,9 +125,7 @@ def test_tensors_that_are_joined_count_twice_in_memory() -> None:
 
 
 @pytest.mark.parametrize(("name", "megatron"), [("qwen3_moe", False), ("glm4_moe", True)])
-def test_tensors_that_share_memory_lie_in_that_of_their_source(
-    releases: PathOf, converted: PathOf, name: str, megatron: bool
-) -> None:
+def test_tensors_that_share_memory_lie_in_that_of_their_source(releases, converted, name, megatron):
     view = make_plan(RunOptions("convert", str((converted if megatron else releases)(name)), "out")).outputs[0].view
     assert isinstance(view, View)
     shared = [tensor for tensor in view.specs if view.shares_memory(tensor)]
@@ -143,7 +137,7 @@ def test_tensors_that_share_memory_lie_in_that_of_their_source(
         assert made.contiguous().untyped_storage().data_ptr() == read.untyped_storage().data_ptr(), tensor
 
 
-def test_only_some_are_copied() -> None:
+def test_only_some_are_copied():
     source = Numbers()
     sink = Sink(source)
     copy(source, sink, "test", 2, only={"w3", "w5"})
@@ -160,14 +154,14 @@ def test_only_some_are_copied() -> None:
         ("finish", CkptkitError("w7 is broken")),
     ],
 )
-def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+def test_an_error_of_a_stage_ends_the_job(monkeypatch, stage, error):
     source = Numbers()
     source.seconds = 0.05  # a busy machine may keep the thread that fails waiting, while the other reads on
     sink = Sink(source)
-    target: Any = source if stage == "read" else sink
+    target = source if stage == "read" else sink
     original = getattr(target, stage)
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments):
         if stage == "finish" or "w7" in (*arguments[0], arguments[0]):
             raise error
         return original(*arguments)

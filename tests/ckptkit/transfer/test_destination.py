@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from ckptkit.transfer.destination import check_destination, new_directory
 ASKED = {"command": "ckptkit convert source out"}
 
 
-def refuse(path: Path, match: str, **options: bool) -> CkptkitError:
+def refuse(path, match, **options):
     """What a run with this destination is refused with, before it writes anything."""
     with pytest.raises(CkptkitError, match=match) as refused, new_directory(path, ASKED, **options):
         pass
@@ -38,13 +37,13 @@ def refuse(path: Path, match: str, **options: bool) -> CkptkitError:
     return refused.value
 
 
-def write_model(out: Path) -> None:
+def write_model(out):
     write(out / "config.json")
     write(out / "model.safetensors")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), CkptkitError("no")], ids=repr)
-def test_nothing_is_left_after_a_failure(tmp_path: Path, error: BaseException) -> None:
+def test_nothing_is_left_after_a_failure(tmp_path, error):
     with pytest.raises(type(error)), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.list_files(["figures/x"])
         for name in ("config.json", "figures/x", "release/.__0_0.distcp.0123456789abcdef.tmp"):
@@ -57,16 +56,14 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: BaseException) -
 @pytest.mark.parametrize(
     ("error", "resumable"), [(CkptkitError("no"), True), (FinalError.of(CkptkitError("no")), False)]
 )
-def test_finished_files_are_kept_only_where_the_same_job_may_go_on(
-    tmp_path: Path, error: CkptkitError, resumable: bool
-) -> None:
+def test_finished_files_are_kept_only_where_the_same_job_may_go_on(tmp_path, error, resumable):
     with pytest.raises(CkptkitError), new_directory(tmp_path / "out", ASKED) as (_, journal):
         journal.record("x.safetensors", {})
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * resumable
 
 
-def test_overwrite_replaces_only_when_the_new_one_is_whole_and_no_neighbour(tmp_path: Path) -> None:
+def test_overwrite_replaces_only_when_the_new_one_is_whole_and_no_neighbour(tmp_path):
     write_model(tmp_path / "out")
     write_model(tmp_path / "out.old")
     old = content(tmp_path)
@@ -84,7 +81,7 @@ def test_overwrite_replaces_only_when_the_new_one_is_whole_and_no_neighbour(tmp_
 
 
 @pytest.mark.parametrize("destination", ["source", "source/inside", ".", "source.partial/..", "link", "dangling", "/"])
-def test_destinations_that_would_lose_something(tmp_path: Path, destination: str) -> None:
+def test_destinations_that_would_lose_something(tmp_path, destination):
     write(tmp_path / "source/config.json", "x")
     (tmp_path / "source.partial").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "source")
@@ -94,7 +91,7 @@ def test_destinations_that_would_lose_something(tmp_path: Path, destination: str
     assert (tmp_path / "source/config.json").read_text() == "x"
 
 
-def test_a_partial_that_is_read_and_a_destination_in_no_folder_are_refused(tmp_path: Path) -> None:
+def test_a_partial_that_is_read_and_a_destination_in_no_folder_are_refused(tmp_path):
     (tmp_path / "source.partial").mkdir()
     with pytest.raises(CkptkitError, match="overlaps"):
         check_destination(tmp_path / "source", [tmp_path / "source.partial"], overwrite=True)
@@ -102,12 +99,12 @@ def test_a_partial_that_is_read_and_a_destination_in_no_folder_are_refused(tmp_p
         check_destination(tmp_path / "absent/out")
 
 
-def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path, monkeypatch):
     write_model(tmp_path / "out")
     old = content(tmp_path / "out")
     rename = os.rename
 
-    def fail(source: Path, target: Path) -> None:
+    def fail(source, target):
         if Path(source).name == "out.partial":
             raise OSError(errno.EIO, "Input/output error", str(source))
         rename(source, target)
@@ -125,7 +122,7 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
 
 DIRECTORIES = tomllib.loads((Path(__file__).parent / "directories.toml").read_text())
 # What a file contains instead of what its name says, next to those of a checkpoint.
-JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
+JUNK = {
     "config of another program": ("config.json", '{"compilerOptions": {}}', ("model.safetensors",)),
     "config without a model": ("config.json", '{"model_type": ""}', ("model.safetensors",)),
     "config that is a list": ("config.json", "[1]", ("model.safetensors",)),
@@ -140,13 +137,13 @@ JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
 }
 
 
-def fill(folder: Path, names: tuple[str, ...]) -> None:
+def fill(folder, names):
     for name in names:
         (folder / name).mkdir(parents=True) if name.endswith("/") else write(folder / name)
 
 
 @pytest.mark.parametrize("name", DIRECTORIES["refused"])
-def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str) -> None:
+def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path, name):
     named, *names = DIRECTORIES["refused"][name]
     fill(tmp_path / "out", names)
     before = content(tmp_path)
@@ -156,7 +153,7 @@ def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["a project", "a run with one iteration", "two towers", "settings alone"])
-def test_a_partial_that_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str) -> None:
+def test_a_partial_that_is_not_a_checkpoint_alone_is_never_replaced(tmp_path, name):
     named, *names = DIRECTORIES["refused"][name]
     fill(tmp_path / "out.partial", names)
     before = content(tmp_path)
@@ -166,7 +163,7 @@ def test_a_partial_that_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", JUNK)
-def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Path, name: str) -> None:
+def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path, name):
     file, text, others = JUNK[name]
     write(tmp_path / "out" / file, text)
     write_files(tmp_path / "out", *others)
@@ -175,7 +172,7 @@ def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Pat
     assert content(tmp_path) == before
 
 
-def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path):
     out = tmp_path / "out"
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     write_files(out, "config.json", *shards)
@@ -202,11 +199,11 @@ def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Pa
         ("release/", "app.optim.state.a"),
     ],
 )
-def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, folder: str, key: str) -> None:
+def test_the_optimizer_of_a_run_is_never_replaced(tmp_path, folder, key):
     out = tmp_path / "out"
     write(out / folder / "__0_0.distcp", bytes(8))
 
-    def write_table(*keys: str) -> None:
+    def write_table(*keys):
         places = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, 8) for name in keys}
         table = Metadata({name: BytesStorageMetadata() for name in keys}, storage_data=places)
         write(out / folder / ".metadata", pickle.dumps(table))
@@ -219,7 +216,7 @@ def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, folder: str, k
     refuse(out, "optimizer", overwrite=True)
 
 
-def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None:
+def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path):
     file = tmp_path / "out/release/mp_rank_00/model_optim_rng.pt"
     file.parent.mkdir(parents=True)
     for without in ({}, {"optimizer": None}):
@@ -232,14 +229,14 @@ def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [".env", "hf/.git/config", "figures/.a"])
-def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name: str) -> None:
+def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path, name):
     out = tmp_path / "out"
     write_files(out, "config.json", "model.safetensors", name)
     write_manifest(out, "config.json", name)
     refuse(out, f"checkpoint.*: {name}", overwrite=True)
 
 
-def make_special(path: Path, kind: str) -> None:
+def make_special(path, kind):
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "a named pipe":
         os.mkfifo(path)
@@ -265,7 +262,7 @@ def make_special(path: Path, kind: str) -> None:
         ("out.partial", "model.safetensors", "a socket"),
     ],
 )
-def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, place: str, name: str, kind: str) -> None:
+def test_what_is_no_regular_file_is_in_the_way(tmp_path, place, name, kind):
     files = {"config.json", "model.safetensors"} - {name}
     write_files(tmp_path / place, *files)
     if place == "out.partial":
@@ -279,7 +276,7 @@ def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, place: str, name:
 @pytest.mark.parametrize(
     ("place", "how"), [("out", "tmpfs"), ("out.partial", "bind"), ("out/hf", "tmpfs"), ("a b", "bind")]
 )
-def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, place: str, how: str) -> None:
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, place, how):
     mounted = tmp_path / place
     (tmp_path / "other").mkdir()
     mounted.mkdir(parents=True)
@@ -295,14 +292,14 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, pla
 
 
 @pytest.mark.parametrize("name", DIRECTORIES["replaced"])
-def test_a_checkpoint_alone_is_replaced(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_alone_is_replaced(tmp_path, name):
     write_files(tmp_path / "out", *DIRECTORIES["replaced"][name])
     with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
     assert content(tmp_path) == {"out/new": b"x"}
 
 
-def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_path: Path) -> None:
+def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_path):
     out = tmp_path / "out"
     write_files(out, "config.json", "mtp.safetensors")
     refuse(out, "checkpoint", overwrite=True)
@@ -321,7 +318,7 @@ OURS = {
 
 @pytest.mark.parametrize("weights", OURS)
 @pytest.mark.parametrize("change", ["cut", "gone"])
-def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, change: str) -> None:
+def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path, weights, change):
     """Also where weights or settings are damaged; of a file that no loader reads, the bytes must be the manifest's."""
     for number, name in enumerate((weights, *OURS[weights])):
         if name == "hf/x.png":
@@ -336,7 +333,7 @@ def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights:
             refuse(out, "checkpoint", overwrite=True)
 
 
-def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path):
     out = tmp_path / "out"
     write_files(out, "config.json", "model.safetensors", "figures/a.png", "x.txt", "README.md", "modeling_x.py")
     write_manifest(out, "config.json", "figures/a.png", "x.txt", "README.md", "modeling_x.py")
@@ -353,7 +350,7 @@ def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) ->
     check_destination(out, overwrite=True)
 
 
-def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
+def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path):
     for file in ("config.json", "thesis.tex"):
         write(tmp_path / "out" / file, "{}")
     write_manifest(tmp_path / "out", "config.json", "thesis.tex")
@@ -370,7 +367,7 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
     ],
     ids=["link", "link to nothing", "file", "pipe"],
 )
-def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_a_partial_that_is_no_directory_is_named(tmp_path, make):
     write(tmp_path / "precious/config.json")
     make(tmp_path / "out.partial")
     for options in ({}, {"overwrite": True}, {"resume": True}):
@@ -386,7 +383,7 @@ FOREIGN_IN_PARTIAL = (
 
 
 @pytest.mark.parametrize("name", FOREIGN_IN_PARTIAL)
-def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name: str) -> None:
+def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path, name):
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.list_files(["figures/a.png", "release/__0_0.distcp"])
         journal.record("release/__0_0.distcp", {})
@@ -399,7 +396,7 @@ def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name:
     assert (partial / name).exists()
 
 
-def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path) -> None:
+def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path):
     names = ("figures/a.png", "release/__0_0.distcp", "hf/tokenizer.json", "carried/model.safetensors")
     with pytest.raises(KilledError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.list_files(names)
@@ -416,7 +413,7 @@ def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path
     assert content(tmp_path) == {}
 
 
-def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_path: Path) -> None:
+def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_path):
     with pytest.raises(CkptkitError, match="no") as failed, new_directory(tmp_path / "out", ASKED) as (partial, _):
         write(partial / "config.json")
         write(partial / "thesis.tex")
@@ -425,7 +422,7 @@ def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_
     assert "thesis.tex" in str(failed.value.__notes__)
 
 
-def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_path: Path) -> None:
+def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_path):
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.record("x.safetensors", {})
         raise ZeroDivisionError
@@ -435,7 +432,7 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_partial_whose_journal_is_half_removed_is_replaced(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_a_partial_whose_journal_is_half_removed_is_replaced(tmp_path, options):
     for files in (("config.json", "model.safetensors"), ()):
         write_files(tmp_path / "out.partial", *files, ".ckptkit/model.safetensors.json")
         with new_directory(tmp_path / "out", ASKED, **options):
@@ -452,9 +449,7 @@ class KilledError(BaseException):
 
 
 @pytest.mark.parametrize("at", ["before the old is moved", "between", "after the new is there", "while it is removed"])
-def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cleans_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cleans_up(tmp_path, monkeypatch, at):
     out, old, newer = tmp_path / "out", whole("config.json"), b'{"model_type": "newer"}'
     write_model(out)
     with monkeypatch.context() as patched:
@@ -474,11 +469,11 @@ def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cl
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
+def die_at(at, patched):
     """Lets a run die at a moment: from then on it changes nothing."""
     rename = os.rename
 
-    def renamed(source: Path, target: Path) -> None:
+    def renamed(source, target):
         names = Path(source).name, Path(target).name
         when = {
             "before the old is moved": names == ("out", "replaced"),
@@ -490,7 +485,7 @@ def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
             raise KilledError
         rename(source, target)
 
-    def died(*_: object, **__: object) -> None:
+    def died(*_, **__):
         raise KilledError
 
     patched.setattr(os, "rename", renamed)
@@ -499,7 +494,7 @@ def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
         patched.setattr(shutil, "rmtree", lambda path: died() if Path(path).name == "removed" else rmtree(path))
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     "an iteration": lambda out: write(out / "iter_0000100/__0_0.distcp"),
     "another config": lambda out: write(out / "config.json", '{"model_type": "edited"}'),
     "other weights": lambda out: write(out / "model.safetensors", save({"trained": torch.ones(3)})),
@@ -509,9 +504,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_another_program_writes_there_meanwhile_is_not_replaced(
-    tmp_path: Path, change: Callable[[Path], object]
-) -> None:
+def test_what_another_program_writes_there_meanwhile_is_not_replaced(tmp_path, change):
     out = tmp_path / "out"
     write_model(out)
     with (
@@ -527,7 +520,7 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
     assert f"rename it to out, after you move {out} away" in str(refused.value.__notes__)
 
 
-def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path):
     for made in ("out/config.json", "other"):
         with pytest.raises(CkptkitError), new_directory(tmp_path / made.partition("/")[0], ASKED) as (partial, _):
             write(tmp_path / made)
@@ -535,7 +528,7 @@ def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_p
         assert partial.is_dir()
 
 
-def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path) -> None:
+def test_a_destination_that_was_only_read_is_replaced(tmp_path):
     for name in ("a", "b"):
         out = tmp_path / name
         write_model(out)
@@ -547,11 +540,11 @@ def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a/new": b"x", "b/new": b"x"}
 
 
-def rename_and(monkeypatch: pytest.MonkeyPatch, source: str, target: str, act: Callable[[], object]) -> None:
+def rename_and(monkeypatch, source, target, act):
     """After a rename of something of these names, another program acts."""
     rename = os.rename
 
-    def renamed(old: Path, new: Path) -> None:
+    def renamed(old, new):
         rename(old, new)
         if (Path(old).name, Path(new).name) == (source, target):
             act()
@@ -559,9 +552,7 @@ def rename_and(monkeypatch: pytest.MonkeyPatch, source: str, target: str, act: C
     monkeypatch.setattr(os, "rename", renamed)
 
 
-def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(tmp_path, monkeypatch):
     """A program may write by a directory that it has open, wherever that is moved."""
     out, kept = tmp_path / "out", tmp_path / ASIDE / "replaced"
     write_model(out)
@@ -581,9 +572,7 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
     assert content(tmp_path) == {}
 
 
-def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(tmp_path, monkeypatch):
     out = tmp_path / "out"
     write_model(out)
     old = content(out)
@@ -596,7 +585,7 @@ def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
     assert str(tmp_path / ASIDE / "replaced") in str(refused.value.hint)
 
 
-def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp_path: Path) -> None:
+def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp_path):
     out = tmp_path / "out"
     write_model(out)
     with pytest.raises(CkptkitError) as failed, new_directory(out, ASKED, overwrite=True) as (_, journal):
@@ -613,7 +602,7 @@ def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp
 
 
 @pytest.mark.parametrize("made", ["file", "link", "more"])
-def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, made: str) -> None:
+def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path, made):
     write_model(tmp_path / "out")
     aside = tmp_path / ASIDE
     make = {

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import fsspec
 import pytest
 from support.messages import text_with
-from support.remote_servers import Bucket, Request, breaking, serving, use_s3
+from support.remote_servers import breaking, serving, use_s3
 from support.whole_files import whole
 
 from ckptkit.core.errors import CkptkitError
@@ -26,21 +26,19 @@ PARTIAL = "out/.ckptkit-partial"
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Path:
+def local(tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
 
-def keys(*names: str) -> list[str]:
+def keys(*names):
     return sorted(f"out/{name}" for name in names)
 
 
-def test_config_and_index_come_last_and_the_mark_goes(
-    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Request] = []
+def test_config_and_index_come_last_and_the_mark_goes(local, bucket, s3_address, monkeypatch):
+    seen = []
     with serving(breaking(s3_address, seen)) as proxy, use_s3(monkeypatch, proxy):
         upload = Upload(bucket.url("out/"))
         assert bucket.listed() == [PARTIAL]
@@ -56,7 +54,7 @@ def test_config_and_index_come_last_and_the_mark_goes(
     assert {name: bucket.get(f"out/{name}") for name in FILES} == FILES
 
 
-def test_threads_may_put_at_the_same_time(local: Path, bucket: Bucket) -> None:
+def test_threads_may_put_at_the_same_time(local, bucket):
     upload = Upload(bucket.url("out"))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: upload.put(local / name, name), FILES))
@@ -64,7 +62,7 @@ def test_threads_may_put_at_the_same_time(local: Path, bucket: Bucket) -> None:
     assert {name: bucket.get(f"out/{name}") for name in FILES} == FILES
 
 
-def test_a_large_file_goes_in_parts(local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_goes_in_parts(local, bucket, monkeypatch):
     monkeypatch.setattr(store, "_UPLOAD_PART", 5 << 20)  # the smallest that S3 takes
     content = bytes(range(256)) * (11 << 12)
     (local / "1.safetensors").write_bytes(content)
@@ -74,7 +72,7 @@ def test_a_large_file_goes_in_parts(local: Path, bucket: Bucket, monkeypatch: py
     assert tag.strip('"').endswith("-3")
 
 
-def test_a_store_that_takes_no_lists(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_takes_no_lists(local, monkeypatch):
     memory = fsspec.filesystem("memory")
     # As huggingface_hub's does.
     monkeypatch.setattr(type(memory), "rm", lambda self, path: self.rm_file(path.removeprefix("/")))
@@ -100,7 +98,7 @@ def test_a_store_that_takes_no_lists(local: Path, monkeypatch: pytest.MonkeyPatc
         (("release/.metadata", "release/__0_0.distcp"), "not a checkpoint.*: release/.metadata is not safetensors"),
     ],
 )
-def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket, files: tuple[str, ...], why: str) -> None:
+def test_what_is_no_checkpoint_is_never_replaced(bucket, files, why):
     for name in files:
         bucket.put(f"out/{name}", whole(name.rpartition("/")[2]))
     with pytest.raises(CkptkitError, match=why):
@@ -109,7 +107,7 @@ def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket, files: tuple[st
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 64, (2).to_bytes(8, "little") + b"{}"])
-def test_weights_without_a_header_are_never_replaced(bucket: Bucket, content: bytes) -> None:
+def test_weights_without_a_header_are_never_replaced(bucket, content):
     bucket.put("out/config.json", whole("config.json"))
     bucket.put("out/model.safetensors", content)
     with pytest.raises(CkptkitError, match="checkpoint.*: model.safetensors"):
@@ -117,7 +115,7 @@ def test_weights_without_a_header_are_never_replaced(bucket: Bucket, content: by
     assert bucket.get("out/model.safetensors") == content
 
 
-def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bucket) -> None:
+def test_an_upload_that_died_says_so_and_can_be_replaced(local, bucket):
     Upload(bucket.url("out")).put(local / "1.safetensors", "1.safetensors")
     with pytest.raises(CkptkitError, match="upload"):
         Upload(bucket.url("out"))
@@ -129,9 +127,7 @@ def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bu
     assert bucket.listed() == keys("config.json", "2.safetensors")
 
 
-def test_replacing_begins_with_the_index_and_leaves_nothing_old(
-    local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacing_begins_with_the_index_and_leaves_nothing_old(local, bucket, monkeypatch):
     index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "9.safetensors"}}).encode()
     settings, weights = ["config.json", "model.safetensors.index.json"], ["1.safetensors", "9.safetensors"]
     for name in (*settings, *weights, "ckptkit.json"):
@@ -141,7 +137,7 @@ def test_replacing_begins_with_the_index_and_leaves_nothing_old(
     assert bucket.listed() == before
     upload = Upload(bucket.url("out"), overwrite=True)
     assert bucket.get("out/model.safetensors.index.json") == index
-    removed: list[list[str]] = []
+    removed = []
     remove = store.Store.remove
     monkeypatch.setattr(
         store.Store, "remove", lambda self, names: (removed.append(sorted(names)), remove(self, names))[1]
@@ -155,7 +151,7 @@ def test_replacing_begins_with_the_index_and_leaves_nothing_old(
     assert {key: bucket.get(key) for key in bucket.listed()} == expected
 
 
-def test_a_destination_around_or_in_the_source_is_refused(bucket: Bucket) -> None:
+def test_a_destination_around_or_in_the_source_is_refused(bucket):
     sources = [bucket.url(source) for source in ("out", "out/", "out/inside", "")]
     for source in (*sources, f"s3a://{bucket.name}/out", f"s3://{bucket.name}/out//"):
         with pytest.raises(CkptkitError, match="overlaps"):
@@ -163,7 +159,7 @@ def test_a_destination_around_or_in_the_source_is_refused(bucket: Bucket) -> Non
     assert check_upload(bucket.url("out"), True, [bucket.url("out2"), Path("out")]) == []
 
 
-def test_discard_leaves_nothing_or_says_what_may_be_left(local: Path, bucket: Bucket) -> None:
+def test_discard_leaves_nothing_or_says_what_may_be_left(local, bucket):
     bucket.put("beside/config.json", b"x")
     upload = Upload(bucket.url("out"))
     for name in FILES:
@@ -180,7 +176,7 @@ def test_discard_leaves_nothing_or_says_what_may_be_left(local: Path, bucket: Bu
     assert upload.discard() == text_with(f"{bucket.url('out')} --overwrite")
 
 
-def test_an_object_of_another_size_is_noticed(local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_another_size_is_noticed(local, bucket, monkeypatch):
     upload = Upload(bucket.url("out"))
     filesystem, _ = store.Store(bucket.url("out"))._opened
     monkeypatch.setattr(filesystem, "put_file", lambda file, path, **options: filesystem.pipe_file(path, b"t"))

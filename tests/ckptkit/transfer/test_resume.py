@@ -3,14 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
 from support.models import content
 from support.nightly import daily
 from support.whole_files import write, write_files
@@ -28,7 +27,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf) -> Run:
+def run(request, releases, converted):
     """A way (by default to Megatron) of a model that takes several files, made here, where nothing is cut off yet."""
     way = getattr(request, "param", "to Megatron")
     if way == "to INT4":
@@ -43,12 +42,12 @@ class PowerCutError(Exception):
 
 
 @contextmanager
-def cut_off_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def cut_off_after(count, monkeypatch):
     """Lets so many files be finished. Yields the files that are begun."""
-    begun: list[str] = []
+    begun = []
     opened = module.FilesWriter._opened
 
-    def watched(self: module.FilesWriter, file: str) -> object:
+    def watched(self, file):
         if file not in begun:
             begun.append(file)
         if len(begun) > count:
@@ -61,7 +60,7 @@ def cut_off_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 
 @pytest.mark.parametrize("run", ["to Megatron", "to HF", "to INT4"], indirect=True)
-def test_only_unfinished_files_are_written_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unfinished_files_are_written_again(run, tmp_path, monkeypatch):
     whole = run(tmp_path / "whole", resume=True)  # with nothing to go on with, it begins
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch) as finished:
         run(tmp_path / "out", workers=1)
@@ -81,9 +80,7 @@ def test_only_unfinished_files_are_written_again(run: Run, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("run", "lost"), [("to Megatron", "a bit"), ("to HF", "a bit"), ("to INT4", "the record")], indirect=["run"]
 )
-def test_a_finished_file_that_was_damaged_since_is_written_again(
-    run: Run, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_file_that_was_damaged_since_is_written_again(run, lost, tmp_path, monkeypatch):
     """A rename may outlive a power cut, and the bytes of the renamed file, or of its record, not."""
     run(tmp_path / "whole")
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
@@ -97,9 +94,7 @@ def test_a_finished_file_that_was_damaged_since_is_written_again(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(run, tmp_path, monkeypatch):
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
         run(tmp_path / "out", workers=1)
     before = content(tmp_path / "out.partial")
@@ -116,8 +111,8 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
 
 @pytest.mark.parametrize("count", daily(range(6), (0, 4)))
 def test_a_run_with_other_files_and_a_tower_that_was_cut_off_is_replaced_whatever_it_had_written(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+    releases, copy_of, tmp_path, monkeypatch, count
+):
     source, out = copy_of(releases("qwen3_vl_moe")), tmp_path / "out"
     write_files(source, "figures/a.png", "thesis.tex", "README.md", "modeling_x.py")
     convert(source, out, max_shard_size=FILE_BYTES)
@@ -134,11 +129,11 @@ def test_a_run_with_other_files_and_a_tower_that_was_cut_off_is_replaced_whateve
     assert not (out / "hf/thesis.tex").exists()
 
 
-def _write_in_place(file: Path) -> None:
+def _write_in_place(file):
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
 
 
-def _write_anew(file: Path) -> None:
+def _write_anew(file):
     other = file.with_name("other")
     other.write_bytes(file.read_bytes()[:-1] + b"\x55")
     other.rename(file)
@@ -148,13 +143,13 @@ def _write_anew(file: Path) -> None:
     ("change", "ends"), [(_write_in_place, False), (_write_anew, True)], ids=["in place, cut off", "anew, whole"]
 )
 def test_a_source_of_the_same_size_and_time_is_another(
-    releases: PathOf,
-    copy_of: CopyOf,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None],
-    ends: bool,
-) -> None:
+    releases,
+    copy_of,
+    tmp_path,
+    monkeypatch,
+    change,
+    ends,
+):
     source, out = copy_of(releases("qwen3_moe")), tmp_path / "out"
     with nullcontext() if ends else pytest.raises(PowerCutError), cut_off_after(99 if ends else 1, monkeypatch):
         convert(source, out, max_shard_size=FILE_BYTES, workers=1)
@@ -166,9 +161,7 @@ def test_a_source_of_the_same_size_and_time_is_another(
         convert(source, out, max_shard_size=FILE_BYTES, resume=True)
 
 
-def test_a_resumed_run_says_how_much_it_kept(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_says_how_much_it_kept(run, tmp_path, monkeypatch, caplog):
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch) as begun:
         run(tmp_path / "out", workers=1)
     nbytes = (tmp_path / "out.partial" / begun[0]).stat().st_size
@@ -180,9 +173,7 @@ def test_a_resumed_run_says_how_much_it_kept(
     assert 0 < float(written.split()[0]) * {"kB": 1e3, "MB": 1e6}[written.split()[1]] <= nbytes * 1.01
 
 
-def test_a_megatron_output_of_less_than_5_gb_is_in_files_that_a_cut_off_run_keeps(
-    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_megatron_output_of_less_than_5_gb_is_in_files_that_a_cut_off_run_keeps(releases, tmp_path, monkeypatch):
     gb = 10**9
     assert [formats.part_bytes(size) for size in (gb, 8 * gb, 60 * gb)] == [gb // 2, gb, 5 * gb]
     monkeypatch.setattr(formats, "_LEAST_BYTES", 100_000)
@@ -201,7 +192,7 @@ def test_a_megatron_output_of_less_than_5_gb_is_in_files_that_a_cut_off_run_keep
 # What is whole
 
 
-def test_a_run_that_died_when_all_was_written_is_whole(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_died_when_all_was_written_is_whole(run, tmp_path):
     run(tmp_path / "out")
     before = content(tmp_path)
     (tmp_path / "out.partial.lock").write_text("ckptkit: pid 1 on elsewhere\n")
@@ -217,7 +208,7 @@ def test_a_run_that_died_when_all_was_written_is_whole(run: Run, tmp_path: Path)
     assert content(tmp_path) == before
 
 
-def _shorten(file: Path, count: int) -> None:
+def _shorten(file, count):
     os.truncate(file, file.stat().st_size - count)
 
 
@@ -238,9 +229,7 @@ def _shorten(file: Path, count: int) -> None:
         lambda source, out: (out.parent / "out.partial").mkdir(),
     ],
 )
-def test_anything_else_is_refused_as_ever(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path, change: Callable[[Path, Path], object]
-) -> None:
+def test_anything_else_is_refused_as_ever(releases, copy_of, tmp_path, change):
     source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
     convert(source, out)
     change(source, out)
@@ -250,7 +239,7 @@ def test_anything_else_is_refused_as_ever(
     assert content(out) == before
 
 
-def _flip(file: Path) -> None:
+def _flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -268,12 +257,12 @@ def _flip(file: Path) -> None:
     ],
 )
 def test_a_side_file_that_is_not_as_it_was_written_is_named_and_overwritten(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path, way: str, name: str, change: str
-) -> None:
+    releases, copy_of, tmp_path, way, name, change
+):
     source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
     write(source / "figures/a.txt", "a figure")
     write(source / "vocab.json", '{"a": 1, "b": 2}')
-    run: Run = partial(convert if way == "convert" else partial(quantize, scheme=int4_scheme(group_size=32)), source)
+    run = partial(convert if way == "convert" else partial(quantize, scheme=int4_scheme(group_size=32)), source)
     run(out)
     whole, file = content(out), out / ("hf" if way == "convert" else "") / name
     assert run(out, resume=True).was_whole
@@ -288,7 +277,7 @@ def test_a_side_file_that_is_not_as_it_was_written_is_named_and_overwritten(
         assert content(out) == whole
 
 
-def test_a_file_that_was_added_is_named(releases: PathOf, tmp_path: Path) -> None:
+def test_a_file_that_was_added_is_named(releases, tmp_path):
     convert(releases("qwen2-tied"), tmp_path / "out")
     for name in ("hf/evil.py", "hf/pkg/evil.py", "hf/chat_template.jinja"):
         write(tmp_path / "out" / name)
@@ -297,7 +286,7 @@ def test_a_file_that_was_added_is_named(releases: PathOf, tmp_path: Path) -> Non
         (tmp_path / "out" / name).unlink()
 
 
-def test_what_was_not_read_is_said(releases: PathOf, tmp_path: Path, ckptkit: Callable[..., Any]) -> None:
+def test_what_was_not_read_is_said(releases, tmp_path, ckptkit):
     """A bit of the weights is not seen here: that is for `verify`, which the closing line names."""
     source, out = releases("qwen2-tied"), tmp_path / "out"
     convert(source, out)
@@ -308,12 +297,12 @@ def test_what_was_not_read_is_said(releases: PathOf, tmp_path: Path, ckptkit: Ca
     assert f"next: ckptkit verify {out} --source {source}" in done.stderr
 
 
-def edit_manifest(out: Path, **changes: object) -> None:
+def edit_manifest(out, **changes):
     file = out / "ckptkit.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_new_files_have_the_permissions_that_the_umask_leaves(releases: PathOf, tmp_path: Path) -> None:
+def test_new_files_have_the_permissions_that_the_umask_leaves(releases, tmp_path):
     for umask, left in ((0o077, 0o600), (0o002, 0o664)):
         before = os.umask(umask)
         try:

@@ -1,8 +1,5 @@
 """The table of Megatron's arguments: one row a name, and what its rows name exists."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 from families import CASES, OF_A_KIND
 from families.table import config_of
@@ -15,13 +12,13 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.verify.checks.config.arguments import differing, mismatches
 
 
-def test_a_switch_starts_as_its_options_say() -> None:
+def test_a_switch_starts_as_its_options_say():
     assert not Argument("made_up", bool).starts
     off = Argument("made_up", bool, switches={"--no-made-up": False})
     assert (off.starts, off.of_args({}), off.of_args({"made_up": False})) == (True, True, False)
 
 
-def test_arguments_without_a_row_are_printed_by_their_kind() -> None:
+def test_arguments_without_a_row_are_printed_by_their_kind():
     assert launch_flags({"made_up": True, "off": False, "sizes": (1, 2), "layers": [1, 1], "none": None}) == [
         "--made-up",
         "--sizes 1,2",
@@ -29,7 +26,7 @@ def test_arguments_without_a_row_are_printed_by_their_kind() -> None:
     ]
 
 
-def changed(name: str, value: Any) -> Any:
+def changed(name, value):
     if name in ("position_embedding_type", "rope_type"):
         return "yarn" if value != "yarn" else "rope"
     if isinstance(value, bool):
@@ -41,7 +38,7 @@ def changed(name: str, value: Any) -> Any:
     return 7 if value is None else "other"
 
 
-def unread(name: str, args: Mapping[str, Any]) -> bool:
+def unread(name, args):
     """Whether another argument leaves Megatron no choice of this."""
     if name == "position_embedding_type":
         return bool(args.get("use_rotary_position_embeddings"))
@@ -55,7 +52,7 @@ def unread(name: str, args: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("model", daily(CASES, OF_A_KIND))
-def test_each_argument_of_another_model_is_named(model: str) -> None:
+def test_each_argument_of_another_model_is_named(model):
     dims = dims_of(config_of(CASES[model]))
     args = megatron_args(dims)
     compared = [row for row in ARGUMENTS if row.name in args and of_model(row.scope, dims)]

@@ -2,15 +2,12 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from families import CASES, OF_A_KIND
 from families.table import config_of
 from releases.record import load
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.nightly import daily
 
@@ -30,7 +27,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
         ([0, 1, 1], "([0]*1+[1]*2)"),
     ],
 )
-def test_a_pattern_is_what_megatron_evaluates_it_to(values: list[int], text: str) -> None:
+def test_a_pattern_is_what_megatron_evaluates_it_to(values, text):
     assert pattern(values) == text
     assert eval(text) == values  # noqa: S307 - as Megatron's `moe_freq_type` does
 
@@ -49,19 +46,19 @@ moe_router_topk_scaling_factor padded_vocab_size
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "zai-org/GLM-4.5"])
-def test_checkpoint_args_have_all_that_megatron_reads(model: str) -> None:
+def test_checkpoint_args_have_all_that_megatron_reads(model):
     args = megatron_args(dims_of(load(model).config))
     assert [name for name in _TAKEN if name not in args] == []
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
 
 
-def run(*words: Any) -> str:
+def run(*words):
     done = CliRunner().invoke(cli, list(map(str, words)))
     assert done.exit_code == 0
     return done.output
 
 
-def printed(root: Path, config: Any) -> list[str]:
+def printed(root, config):
     (root / "config.json").write_text(json.dumps(config))
     first, *lines, last = run("inspect", "--megatron-args", root).splitlines()
     assert (first, last) == ("MODEL_ARGS=(", ")")
@@ -72,12 +69,12 @@ def printed(root: Path, config: Any) -> list[str]:
     return lines
 
 
-def comments(lines: list[str]) -> list[str]:
+def comments(lines):
     """Without the words that all of them begin with."""
     return [line.partition("# no flag says this: ")[2] for line in lines if line.startswith("# no flag")]
 
 
-def test_queries_scaled_by_position_are_said_by_inspect_and_convert(releases: PathOf, tmp_path: Path) -> None:
+def test_queries_scaled_by_position_are_said_by_inspect_and_convert(releases, tmp_path):
     """megatron-core 0.19.2 has no such scale; its logits equal transformers' up to there (`test_families.py`)."""
     config = config_of(CASES["ministral3"])
     (said,) = comments(printed(tmp_path, config))
@@ -88,7 +85,7 @@ def test_queries_scaled_by_position_are_said_by_inspect_and_convert(releases: Pa
     assert comments(printed(tmp_path, unscaled)) == []
 
 
-def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
+def test_gemma3_comments_name_what_flags_cannot_build(tmp_path):
     """Megatron-Bridge's Gemma3ModelProvider has all of these, Megatron-LM's options none.
 
     sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517.
@@ -108,7 +105,7 @@ ROTATED = [name for name in CASES if not name.startswith("nemotron_h")]
 
 
 @pytest.mark.parametrize("name", daily(ROTATED, [name for name in OF_A_KIND if name in ROTATED]))
-def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_path: Path) -> None:
+def test_flags_of_every_family_state_gate_and_rotary_embedding(name, tmp_path):
     """Against the config classes of transformers: its activation, and how its rotary embedding is scaled."""
     text = CASES[name].config().get_text_config()
     (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[name])))
@@ -134,7 +131,7 @@ def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_pa
     assert bool(args.get("no_argument_for")) == inexpressible
 
 
-def test_a_rope_factor_that_no_builder_of_megatron_hands_on_is_a_comment_and_no_flag(tmp_path: Path) -> None:
+def test_a_rope_factor_that_no_builder_of_megatron_hands_on_is_a_comment_and_no_flag(tmp_path):
     """Llama 3.2's: --rope-scaling-factor is parsed by Megatron and reaches no model."""
     lines = printed(tmp_path, config_of(CASES["llama-tied"]))
     assert not [line for line in lines if line.startswith("--rope-scaling-factor")]

@@ -1,16 +1,14 @@
 """Megatron's legacy format: what real megatron-core models saved rank by rank becomes their release again."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from support import models
-from support.fixture_types import PathOf
 from support.installed import require_megatron
-from support.legacy_states import State, loaded, rank_files, rewrite
+from support.legacy_states import loaded, rank_files, rewrite
 from support.megatron_saves import SAVES, Save, save_with_megatron
 from support.nightly import collected, daily
 
@@ -27,9 +25,7 @@ LABELS = [label for label, (_, how) in SAVES.items() if "legacy" in how]
 
 
 @pytest.mark.parametrize("label", daily(LABELS, LABELS[::3]))
-def test_legacy_save_comes_back_bit_for_bit(
-    saved: Path, releases: PathOf, tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_legacy_save_comes_back_bit_for_bit(saved, releases, tmp_path, label, monkeypatch):
     release = releases(SAVES[label][0])
     # Nothing in the files may be run, and no file may be read as a whole.
     monkeypatch.setattr(torch, "load", None)
@@ -40,7 +36,7 @@ def test_legacy_save_comes_back_bit_for_bit(
     assert convert(iteration, tmp_path / "again", hf=release, dry_run=True).tensors == written.tensors
 
 
-def test_legacy_saves_are_of_the_kinds_they_are_named_for(saved: Path) -> None:
+def test_legacy_saves_are_of_the_kinds_they_are_named_for(saved):
     """Otherwise the test above would read the same layout again and again."""
     names = {label: list(rank_files(saved / label)) for label in LABELS}
     assert names == {
@@ -61,7 +57,7 @@ def test_legacy_saves_are_of_the_kinds_they_are_named_for(saved: Path) -> None:
     assert shapes == {"legacy, experts": (192, 128), "legacy, experts cut": (96, 128)}
 
 
-def as_transformer_engine(state: State) -> None:
+def as_transformer_engine(state):
     """The names of the same parameters in the modules of the Transformer Engine spec."""
     model = state["model"]
     for name in list(model):
@@ -74,7 +70,7 @@ def as_transformer_engine(state: State) -> None:
     model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.empty(0, dtype=torch.uint8)
 
 
-def test_names_of_transformer_engines_modules(saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path) -> None:
+def test_names_of_transformer_engines_modules(saved, copy_of, releases, tmp_path):
     root = copy_of(saved / "legacy, experts")
     rewrite(root, as_transformer_engine)
     names = loaded(rank_files(root)["mp_rank_00_000_000"])["model"]
@@ -84,16 +80,14 @@ def test_names_of_transformer_engines_modules(saved: Path, copy_of: PathOf, rele
     assert models.unequal(releases("glm4_moe"), tmp_path / "back") == []
 
 
-def test_the_export_is_verified_against_the_files_that_it_came_from(
-    saved: Path, releases: PathOf, copy_of: PathOf, tmp_path: Path
-) -> None:
+def test_the_export_is_verified_against_the_files_that_it_came_from(saved, releases, copy_of, tmp_path):
     root, release = copy_of(saved / "legacy, two chunks a stage"), releases("qwen2-tied")
     convert(root, tmp_path / "back", hf=release)
     report = verify(tmp_path / "back", source=root, hf=release)
     assert report.findings == []
     assert report.to_json()["counts"]["tensors_compared"] > 2 * len(models.tensors(release))
 
-    def change(state: State) -> None:
+    def change(state):
         state["model1"]["decoder.layers.2.mlp.linear_fc2.weight"][0, 0] += 1
 
     rewrite(root, change, "mp_rank_01_001")
@@ -101,7 +95,7 @@ def test_the_export_is_verified_against_the_files_that_it_came_from(
     assert (finding.code, finding.tensor) == ("CK202", "model.layers.11.mlp.down_proj.weight")
 
 
-def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved: Path, releases: PathOf) -> None:
+def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved, releases):
     root = saved / "legacy"
     for path in (root, root / "release"):
         with pytest.raises(CkptkitError, match="legacy format") as error:
@@ -113,7 +107,7 @@ def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved: Path, rel
     assert (finding.code, finding.hint) == ("CK712", f"give its parent: --ref-load {root}")
 
 
-def test_inspect_of_legacy_save_reports_format_ranks_and_names(saved: Path, releases: PathOf) -> None:
+def test_inspect_of_legacy_save_reports_format_ranks_and_names(saved, releases):
     facts = inspect(saved / "legacy, experts", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron legacy torch (mp_rank_*)"
     assert facts["ranks"] == "4 files of TP2 PP2 EP2 ETP1"
@@ -144,7 +138,7 @@ HOW = {
 
 
 @pytest.fixture(scope="module")
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(request, tmp_path_factory):
     """`NAME/release`, `NAME/megatron` and what real Megatron saved of it in `NAME/saved`."""
     require_megatron()
     root = tmp_path_factory.mktemp("legacy")
@@ -160,7 +154,7 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", daily(HOW, ("glm4_moe-mtp", "qwen3_next")))
-def test_legacy_save_comes_back_as_the_release(root: Path, tmp_path: Path, name: str) -> None:
+def test_legacy_save_comes_back_as_the_release(root, tmp_path, name):
     release = root / name / "release"
     assert len(list((root / name / "saved").rglob("model_optim_rng.pt"))) == 2
     convert(root / name / "saved", tmp_path / "back", hf=release)

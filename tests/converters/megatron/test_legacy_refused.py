@@ -1,15 +1,11 @@
 """Legacy checkpoints that are incomplete, damaged, mixed or of another model: refused, with file and tensor."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations.edits import edit_config
-from support.fixture_types import PathOf
-from support.legacy_states import FILE, State, loaded, rank_files, rewrite
+from support.legacy_states import FILE, loaded, rank_files, rewrite
 from support.megatron_saves import SAVES
 from support.messages import text_with
 
@@ -26,12 +22,10 @@ from ckptkit.core.errors import CkptkitError
         ("legacy, two chunks a stage", "model1 output_layer.weight", "mp_rank_01_001"),
     ],
 )
-def test_copies_that_disagree(
-    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, label: str, key: str, rank: str
-) -> None:
+def test_copies_that_disagree(saved, copy_of, releases, tmp_path, label, key, rank):
     root, (chunk, name) = copy_of(saved / label), key.split()
 
-    def change(state: State) -> None:
+    def change(state):
         state[chunk][name].flatten()[7] += 1
 
     rewrite(root, change, rank)
@@ -40,20 +34,20 @@ def test_copies_that_disagree(
     assert not (tmp_path / "back").exists()
 
 
-def argument(name: str, value: Any) -> Callable[[State], None]:
+def argument(name, value):
     return lambda state: setattr(state["args"], name, value)
 
 
-def entry(name: str, value: Any) -> Callable[[State], None]:
+def entry(name, value):
     return lambda state: state.update({name: value})
 
 
-def tensor(name: str, value: Any) -> Callable[[State], None]:
+def tensor(name, value):
     return lambda state: state["model"].update({name: value})
 
 
-def without(name: str) -> Callable[[State], None]:
-    return lambda state: state["model"].pop(name)  # type: ignore[no-any-return]
+def without(name):
+    return lambda state: state["model"].pop(name)
 
 
 PROJ, LAST = "decoder.layers.4.self_attention.linear_proj.weight", "mp_rank_01_001_001"
@@ -95,9 +89,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (without("decoder.final_layernorm.weight"), LAST_STAGE, "config decoder.final_layernorm.weight"),
     ],
 )
-def test_legacy_save_with_a_defect_is_refused_by_name(
-    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path, change: Any, ranks: list[str], said: str
-) -> None:
+def test_legacy_save_with_a_defect_is_refused_by_name(saved, copy_of, releases, tmp_path, change, ranks, said):
     root = copy_of(saved / "legacy, experts")
     rewrite(root, change, *ranks)
     with pytest.raises(CkptkitError) as error:
@@ -106,13 +98,13 @@ def test_legacy_save_with_a_defect_is_refused_by_name(
     assert error.value.hint
 
 
-def test_files_that_are_missing_or_damaged(saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path) -> None:
+def test_files_that_are_missing_or_damaged(saved, copy_of, releases, tmp_path):
     root, hf = copy_of(saved / "legacy, experts"), releases("glm4_moe")
     path = rank_files(root)["mp_rank_01_001_001"]
     content = path.read_bytes()
     weight = content.index(loaded(path)["model"][PROJ][5].view(torch.uint8).numpy().tobytes())
 
-    def refused() -> str:
+    def refused():
         with pytest.raises(CkptkitError) as error:
             convert(root, tmp_path / "back", hf=hf)
         return error.value.message
@@ -133,14 +125,12 @@ def test_files_that_are_missing_or_damaged(saved: Path, copy_of: PathOf, release
     assert refused().endswith("lacks mp_rank_00_001_EEE, mp_rank_01_001_EEE, mp_rank_TT_001_000, mp_rank_TT_001_001")
 
 
-def loaded_bytes(content: bytes, scratch: Path) -> State:
+def loaded_bytes(content, scratch):
     (scratch / "content.pt").write_bytes(content)
     return loaded(scratch / "content.pt")
 
 
-def test_legacy_save_without_its_config_is_refused(
-    saved: Path, copy_of: PathOf, releases: PathOf, tmp_path: Path
-) -> None:
+def test_legacy_save_without_its_config_is_refused(saved, copy_of, releases, tmp_path):
     with pytest.raises(CkptkitError, match="HF.*stored"):
         convert(saved / "legacy", tmp_path / "back")
     with pytest.raises(CkptkitError, match="was saved with num_layers 12"):

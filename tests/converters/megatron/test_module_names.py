@@ -33,7 +33,7 @@ OF_MTP = {
 }
 
 
-def test_global_name_of_a_parameter() -> None:
+def test_global_name_of_a_parameter():
     for layers, local, name in NAMES:
         assert global_name(f"decoder.layers.{local}", layers, range(6, 12), RULES) == f"decoder.layers.{name}"
         assert f"decoder.layers.{name}" in RULES
@@ -42,6 +42,6 @@ def test_global_name_of_a_parameter() -> None:
         assert f"mtp.layers.1.{name}" in MTP
 
 
-def test_second_copy_of_tied_embeddings() -> None:
+def test_second_copy_of_tied_embeddings():
     assert global_name("output_layer.weight", STAGE, range(0), TIED) == "embedding.word_embeddings.weight"
     assert global_name("output_layer.weight", STAGE, range(0), RULES) == "output_layer.weight"

@@ -1,9 +1,5 @@
 """Which parallel sizes a model divides over, as real megatron-core says too."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 from families import CASES as CASES_OF_FAMILIES
 from support import models
@@ -33,7 +29,7 @@ BIASED = CASES_OF_FAMILIES["gpt_oss"].config().to_dict() | ONE_LAYER | {"layer_t
 MIXERS = CASES_OF_FAMILIES["nemotron_h"].config().to_dict() | {"layers_block_type": ["mamba"]}
 
 # A config, parallel sizes, and what of the model Megatron refuses at these sizes.
-CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
+CASES = [
     (DENSE, ParallelSizes(tp=2), None),
     (DENSE, ParallelSizes(tp=4), "num_attention_heads = 10"),
     (EIGHT_HEADS, ParallelSizes(tp=4), None),  # 2 query groups on 4 ranks
@@ -59,12 +55,12 @@ CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
 ]
 
 
-def test_refusals_name_what_does_not_divide() -> None:
+def test_refusals_name_what_does_not_divide():
     for config, sizes, refused in CASES:
         assert [one.actual for one in refusals(dims_of(config), sizes)] == ([refused] if refused else []), sizes
 
 
-def test_megatron_refuses_the_same_sizes(tmp_path: Path) -> None:
+def test_megatron_refuses_the_same_sizes(tmp_path):
     require_megatron()
     said = refused_by_megatron([(config, sizes) for config, sizes, _ in CASES], tmp_path)
     assert [bool(error) for error in said] == [bool(refused) for *_, refused in CASES]
@@ -82,13 +78,11 @@ def test_megatron_refuses_the_same_sizes(tmp_path: Path) -> None:
         (11, ParallelSizes(pp=2, vpp=2), None),  # Megatron cannot cut a stage of 6 and one of 5 into chunks alike
     ],
 )
-def test_layers_that_do_not_divide_leave_the_last_stage_the_rest(
-    layers: int, sizes: ParallelSizes, last: int | None
-) -> None:
+def test_layers_that_do_not_divide_leave_the_last_stage_the_rest(layers, sizes, last):
     assert with_remainder(sizes, layers).last == last
 
 
-def test_uneven_pipeline_gives_its_stages_or_is_refused() -> None:
+def test_uneven_pipeline_gives_its_stages_or_is_refused():
     sizes = ParallelSizes(pp=3, first=2, last=4)
     check_sizes(sizes, DIMS)
     assert sizes.pipeline(DIMS).stages == ((tuple(range(2)),), (tuple(range(2, 8)),), (tuple(range(8, 12)),))
@@ -98,13 +92,13 @@ def test_uneven_pipeline_gives_its_stages_or_is_refused() -> None:
         check_sizes(ParallelSizes(pp=3, last=3), DIMS)
 
 
-def test_world_size_is_the_least_common_multiple() -> None:
+def test_world_size_is_the_least_common_multiple():
     sizes = (ParallelSizes(), ParallelSizes(tp=2, pp=2), ParallelSizes(tp=2, ep=2), ParallelSizes(tp=2, ep=2, etp=2))
     assert [one.world for one in sizes] == [1, 4, 2, 4]
     assert [ParallelSizes(tp=4, pp=3, ep=6).world, ParallelSizes(pp=2, ep=4, vpp=3).world] == [36, 8]
 
 
-def test_defaults_are_those_of_megatron() -> None:
+def test_defaults_are_those_of_megatron():
     assert [default_etp(2, 1), default_etp(2, 4)] == [2, 1]
     rows = [padded_vocab(*one) for one in ((352, 1), (352, 2), (151936, 1), (151552, 8))]
     assert rows == [384, 512, 151936, 151552]

@@ -1,7 +1,6 @@
 """Layers of pipeline stages: by hand, and against megatron-core's functions on every combination of small numbers."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def test_layers_of_each_stage_and_chunk() -> None:
+def test_layers_of_each_stage_and_chunk():
     """Stage 0 has the first and the third part, stage 1 the second and the fourth."""
     assert Pipeline(5, 2, layout="Et*2|(t|)*2tmL", mtp=1).stages == (((0, 1), (3,)), ((2,), (4,)))
     listed = Pipeline(2, 2, layout=[["embedding"], ["decoder", "decoder", "loss"]])
@@ -40,13 +39,13 @@ def test_layers_of_each_stage_and_chunk() -> None:
         (Pipeline(4, 2, layout="E(t)*99999999999|L"), "too long"),
     ],
 )
-def test_pipeline_that_megatron_refuses_is_refused(pipeline: Pipeline, said: str) -> None:
+def test_pipeline_that_megatron_refuses_is_refused(pipeline, said):
     with pytest.raises(CkptkitError) as error:
         pipeline.stages  # noqa: B018 - a cached property that raises
     assert error.value.message == text_with(said)
 
 
-def test_pipeline_stages_follow_from_training_arguments() -> None:
+def test_pipeline_stages_follow_from_training_arguments():
     args = {"num_layers": 61, "pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 7}
     args |= {"decoder_last_pipeline_num_layers": 6, "mtp_num_layers": 1, "hidden_size": 64}
     pipeline = Pipeline.from_args(args)
@@ -58,13 +57,13 @@ def test_pipeline_stages_follow_from_training_arguments() -> None:
         Pipeline.from_args({})
 
 
-def of_megatron(pipeline: Pipeline) -> Stages | None:
+def of_megatron(pipeline):
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    def layers(config: Any, stage: int, chunk: int | None) -> tuple[int, ...]:
+    def layers(config, stage, chunk):
         if config.pipeline_model_parallel_layout is not None:
             return tuple(config.pipeline_model_parallel_layout.get_layer_id_list(vp_stage=chunk, pp_rank=stage))
         start = get_transformer_layer_offset(config, chunk, stage)
@@ -95,7 +94,7 @@ def of_megatron(pipeline: Pipeline) -> Stages | None:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
-def ours(pipeline: Pipeline) -> Stages | None:
+def ours(pipeline):
     try:
         return pipeline.stages
     except CkptkitError:
@@ -111,7 +110,7 @@ LAYOUTS = (
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("vpp", [1, 2, 3])
-def test_pipeline_stages_agree_with_megatron(vpp: int) -> None:
+def test_pipeline_stages_agree_with_megatron(vpp):
     pytest.importorskip("megatron.core")
     agreed = 0
     for layers, pp, first, last in product(range(4, 13, 2), (2, 3, 4), SIZES, SIZES):
@@ -130,7 +129,7 @@ def test_pipeline_stages_agree_with_megatron(vpp: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pipeline_layouts_agree_with_megatron() -> None:
+def test_pipeline_layouts_agree_with_megatron():
     pytest.importorskip("megatron.core")
     for layout, pp, mtp in product(LAYOUTS, (2, 3, 4), (0, 1, 2)):
         pipeline = Pipeline(8, pp, layout=layout, mtp=mtp)

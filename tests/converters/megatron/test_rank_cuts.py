@@ -1,16 +1,14 @@
 """Chunks end where tensor-parallel ranks cut: what a rank reads, what Megatron loads, and the bytes on the way back."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from releases.record import load
 from support import models
-from support.fixture_types import PathOf
 from support.nightly import daily
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckptkit.app.api import convert
@@ -19,7 +17,6 @@ from ckptkit.app.run_options import RunOptions
 from ckptkit.converters.megatron import rank_cuts
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.converters.planner import rules_of
-from ckptkit.core.extents import Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
@@ -37,10 +34,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture
-def in_chunks(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PathOf:
+def in_chunks(releases, tmp_path, monkeypatch):
     """`in_chunks(name)`: the Megatron checkpoint of a model, whose small tensors are cut as large ones are."""
 
-    def make(name: str) -> Path:
+    def make(name):
         monkeypatch.setattr(rank_cuts, "_SMALLEST", 1)
         convert(releases(name), tmp_path / name)
         return tmp_path / name
@@ -48,7 +45,7 @@ def in_chunks(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return make
 
 
-def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
+def read_by(metadata, key, boxes):
     """Elements of all chunks that a rank with these boxes reads, by torch's own plan of the load."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
@@ -61,12 +58,12 @@ def read_by(metadata: Metadata, key: str, boxes: Sequence[Box]) -> int:
     )
 
 
-def test_a_rank_of_two_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
+def test_a_rank_of_two_reads_its_part_and_no_more(in_chunks):
     """glm4_moe: 10 heads in 2 groups of head_dim 32, hidden size 128, ffn 288, ffn of the shared expert 96."""
     metadata = FileSystemReader(in_chunks("glm4_moe") / "release").read_metadata()
     shared = "decoder.layers.5.mlp.shared_experts"
     for rank in range(2):
-        parts: dict[str, list[Box]] = {
+        parts = {
             "decoder.layers.0.self_attention.linear_qkv.weight": [((224 * rank, 0), (224, 128))],
             "decoder.layers.0.self_attention.linear_qkv.bias": [((224 * rank,), (224,))],
             f"{shared}.linear_fc1.weight": [((48 * rank, 0), (48, 128)), ((96 + 48 * rank, 0), (48, 128))],
@@ -75,25 +72,25 @@ def test_a_rank_of_two_reads_its_part_and_no_more(in_chunks: PathOf) -> None:
         for key, boxes in parts.items():
             own = sum(torch.Size(sizes).numel() for _, sizes in boxes)
             assert read_by(metadata, key, boxes) == own
-            assert metadata.state_dict_metadata[key].size.numel() == 2 * own  # type: ignore[union-attr]
+            assert metadata.state_dict_metadata[key].size.numel() == 2 * own
     # The vocabulary's 352 rows are padded to 512 for two ranks: the second holds the last 96.
     assert read_by(metadata, "output_layer.weight", [((0, 0), (256, 128))]) == 256 * 128
     assert read_by(metadata, "output_layer.weight", [((256, 0), (96, 128))]) == 96 * 128
 
 
-def test_rank_reads_only_its_part_of_keys_by_kind_of_row(in_chunks: PathOf) -> None:
+def test_rank_reads_only_its_part_of_keys_by_kind_of_row(in_chunks):
     """Qwen3-Next's in_proj: each kind of row is a key, which ranks share."""
     path = in_chunks("qwen3_next") / "release"
     metadata = FileSystemReader(path).read_metadata()
     keys = [key for key in metadata.state_dict_metadata if ".layers.0.self_attention.in_proj.weight." in key]
     assert len(keys) == 6
     for key in keys:
-        rows, columns = metadata.state_dict_metadata[key].size  # type: ignore[union-attr]
+        rows, columns = metadata.state_dict_metadata[key].size
         for rank in range(2):
             assert read_by(metadata, key, [((rows // 2 * rank, 0), (rows // 2, columns))]) == rows // 2 * columns
 
 
-def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in_chunks: PathOf) -> None:
+def test_small_tensors_and_what_every_rank_holds_are_whole(converted, in_chunks):
     small = TorchDistCheckpoint(converted("glm4_moe") / "release").metadata.tensors
     assert {len(stored.chunks) for key, stored in small.items() if ".experts.experts." not in key} == {1}
     cut = TorchDistCheckpoint(in_chunks("glm4_moe") / "release").metadata.tensors
@@ -115,7 +112,7 @@ def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", daily(("glm4_moe", "qwen3_next", "deepseek_v3"), ("glm4_moe",)))
-def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -> None:
+def test_megatron_loads_chunks(in_chunks, releases, name):
     path = in_chunks(name)
     cut = [
         stored
@@ -128,13 +125,13 @@ def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Streamed:
+def streamed(monkeypatch):
     """Calling this sends tensors that stay as they are through a small buffer. Returns the extents that are read."""
 
-    def start() -> list[raw.FileExtent]:
+    def start():
         read, found = raw.FileExtent.read, list[raw.FileExtent]()
 
-        def watched(self: raw.FileExtent, reader: Reader, start: int, nbytes: int) -> memoryview:
+        def watched(self, reader, start, nbytes):
             found.append(self)
             return read(self, reader, start, nbytes)
 
@@ -151,9 +148,7 @@ NAMES = ("glm4_moe", "qwen3_next", "deepseek_v3", "qwen2-tied")
 
 
 @pytest.mark.parametrize("name", daily(NAMES, NAMES[:2]))
-def test_checkpoint_in_chunks_comes_back_as_the_release(
-    in_chunks: PathOf, releases: PathOf, tmp_path: Path, streamed: Streamed, name: str
-) -> None:
+def test_checkpoint_in_chunks_comes_back_as_the_release(in_chunks, releases, tmp_path, streamed, name):
     path = in_chunks(name)
     convert(path, tmp_path / "back")
     extents = streamed()
@@ -169,7 +164,7 @@ def test_checkpoint_in_chunks_comes_back_as_the_release(
         assert models.unequal(tmp_path / back, releases(name)) == []
 
 
-def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, releases: PathOf) -> None:
+def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks, releases):
     path = in_chunks("qwen3_next")
     (output, *_) = make_plan(RunOptions("convert", str(releases("qwen3_next")), "out")).outputs
     reader = TorchDistCheckpoint(path / "release")
@@ -182,7 +177,7 @@ def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, rel
 QWEN3_8B = load("Qwen/Qwen3-8B").config
 
 
-def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+def qwen3_8b_boxes(key, size, rank, ranks):
     """What Megatron's rank holds of a tensor."""
     if key.endswith(("word_embeddings.weight", "output_layer.weight")):
         rows = -(-size[0] // (128 * ranks)) * 128  # the default of --make-vocab-size-divisible-by
@@ -198,7 +193,7 @@ def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> li
 
 
 @pytest.mark.parametrize("ranks", daily((1, 2, 4, 8), (8,)))
-def test_what_ranks_of_a_large_model_read(ranks: int) -> None:
+def test_what_ranks_of_a_large_model_read(ranks):
     specs = {rule.megatron: TensorSpec(rule.megatron, rule.megatron_shape, "bfloat16") for rule in rules_of(QWEN3_8B)}
     cut, whole = (
         TorchDistFiles(specs, {}, cuts=cuts)._metadata() for cuts in (rank_cuts.rank_cuts(QWEN3_8B, "mcore", specs), {})

@@ -1,18 +1,15 @@
 """run_config.yaml of Megatron-Bridge gives the arguments that Megatron-LM's own namespace gives otherwise."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
 from families import CASES
 from mutations.edits import edit_common
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.forking import run_module
 from support.installed import require_megatron
 from support.messages import text_with
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
@@ -27,7 +24,7 @@ MODELS = ("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     require_megatron()
     folder = tmp_path_factory.mktemp("run_configs")
     run_module("megatron", "support.run_configs", folder, *MODELS)
@@ -35,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_arguments_are_those_of_the_model_that_was_built(name: str, written: Path) -> None:
+def test_the_arguments_are_those_of_the_model_that_was_built(name, written):
     found = args_of(model_settings(written / f"{name}.yaml"))
     assert list(mismatches(dims_of(CASES[name].config().to_dict()), found)) == []
     assert found["padded_vocab_size"] % 256 == 0
@@ -43,7 +40,7 @@ def test_the_arguments_are_those_of_the_model_that_was_built(name: str, written:
 
 
 @pytest.fixture
-def bridge(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
+def bridge(written, converted, copy_of):
     """A checkpoint as Megatron-Bridge leaves it: no arguments of Megatron-LM, and run_config.yaml in the iteration."""
     root = copy_of(converted("qwen3_moe"))
     edit_common(root, lambda common: common.pop("args"))
@@ -51,7 +48,7 @@ def bridge(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
     return root
 
 
-def test_inspect_and_verify_read_it(bridge: Path, converted: PathOf) -> None:
+def test_inspect_and_verify_read_it(bridge, converted):
     args, own = inspect(bridge)["args"], inspect(converted("qwen3_moe"))["args"]
     same = ("num_layers", "hidden_size", "num_query_groups", "num_experts", "moe_router_topk", "rotary_base", "swiglu")
     assert {name: args[name] for name in same} == {name: own[name] for name in same}
@@ -60,7 +57,7 @@ def test_inspect_and_verify_read_it(bridge: Path, converted: PathOf) -> None:
     assert {one.code: one.status for one in report.checks}["CK701"] == "passed"
 
 
-def test_a_setting_of_another_model_is_named_with_its_file(bridge: Path) -> None:
+def test_a_setting_of_another_model_is_named_with_its_file(bridge):
     file = bridge / "release" / RUN_CONFIG
     file.write_text(file.read_text().replace("moe_router_topk: 3", "moe_router_topk: 7"))
     (finding,) = verify(bridge).findings
@@ -68,7 +65,7 @@ def test_a_setting_of_another_model_is_named_with_its_file(bridge: Path) -> None
 
 
 @pytest.fixture
-def nemo(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
+def nemo(written, converted, copy_of):
     """A checkpoint as NeMo 2 leaves it: weights/ under the wrapper's name, and what made them in context/."""
     root = copy_of(converted("qwen3_moe"))
     edit_common(root, lambda common: common.pop("args"))
@@ -82,16 +79,14 @@ def nemo(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
     return root
 
 
-def under_a_wrapper(content: Metadata) -> None:
+def under_a_wrapper(content):
     content.state_dict_metadata = {f"module.{key}": one for key, one in content.state_dict_metadata.items()}
     content.storage_data = {
         MetadataIndex(f"module.{at.fqn}", at.offset, at.index): info for at, info in content.storage_data.items()
     }
 
 
-def test_a_checkpoint_of_nemo_is_read_and_exported(
-    nemo: Path, converted: PathOf, releases: PathOf, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_nemo_is_read_and_exported(nemo, converted, releases, tmp_path):
     facts = inspect(nemo)
     assert (facts["iteration"], facts["args"]["num_experts"]) == ("weights", 12)
     assert facts["names"] == inspect(converted("qwen3_moe"))["names"]
@@ -103,8 +98,8 @@ def test_a_checkpoint_of_nemo_is_read_and_exported(
 
 
 def test_settings_that_leave_some_to_a_class_and_keys_that_megatron_does_not_look_for_are_not_compared(
-    nemo: Path,
-) -> None:
+    nemo,
+):
     file = nemo / "context" / NEMO_MODEL
     file.write_text("config: {_target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B, num_layers: 7}")
     assert inspect(nemo)["args"] == {}
@@ -114,7 +109,7 @@ def test_settings_that_leave_some_to_a_class_and_keys_that_megatron_does_not_loo
     assert report.reasons[0] == text_with("NeMo torch_dist")
 
 
-def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
+def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo):
     (nemo / "weights" / ".metadata").unlink()
     for verb in (inspect, verify):
         with pytest.raises(UnsupportedError, match="NeMo 2.*torch_dist"):
@@ -130,14 +125,14 @@ def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
         ("a: &a [1]\nmodel: " + "[" * 70 + "]" * 70, "more than 64 levels"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, why):
     file = tmp_path / RUN_CONFIG
     file.write_text(text)
     with pytest.raises(CkptkitError, match=why):
         model_settings(file)
 
 
-def test_nothing_that_the_file_names_is_run(tmp_path: Path) -> None:
+def test_nothing_that_the_file_names_is_run(tmp_path):
     file = tmp_path / RUN_CONFIG
     file.write_text(
         "model:\n  num_layers: !!python/object/apply:os.abort []\n  params_dtype: {_target_: torch.float16}"

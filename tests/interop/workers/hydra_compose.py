@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 
-def flat(node: object, key: str = "") -> dict[str, object]:
+def flat(node, key=""):
     if not isinstance(node, dict | list):
         return {key: node}
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
@@ -19,14 +19,14 @@ def flat(node: object, key: str = "") -> dict[str, object]:
     return {name: value for found in below for name, value in found.items()}
 
 
-def main() -> None:
+def main():
     text, *lines = Path(sys.argv[1]).read_text().splitlines()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.yaml").write_text(json.loads(text))
         with initialize_config_dir(folder, version_base=None):
             for line in lines:
                 try:
-                    config: DictConfig | ListConfig = compose("job", overrides=json.loads(line))
+                    config = compose("job", overrides=json.loads(line))
                     print(json.dumps(flat(OmegaConf.to_container(config, resolve=True))))
                 except Exception as error:  # noqa: BLE001 - what Hydra refuses is an answer
                     print(json.dumps(f"{type(error).__name__}: {str(error).splitlines()[0]}"))

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -32,18 +31,18 @@ BY_NAME = [*IGNORE, "model.embed_tokens", "re:.*mlp.gate$"]
 FLOATS = ("FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16")
 
 
-def weights(*, symmetric: bool = True, actorder: str | None = None) -> QuantizationArgs:
+def weights(*, symmetric=True, actorder=None):
     """4 bits in groups of 32, which divide every width of the test models."""
     return QuantizationArgs(
         num_bits=4, type="int", strategy="group", group_size=32, symmetric=symmetric, actorder=actorder
     )
 
 
-def groups(arguments: QuantizationArgs) -> dict[str, Any]:
+def groups(arguments):
     return {"group_0": QuantizationScheme(targets=["Linear"], weights=arguments)}
 
 
-def from_model(hf: str, out: str, recipe: Any) -> None:
+def from_model(hf, out, recipe):
     """With transformers' model, calibrated on 8 sequences of 32 tokens."""
     model = AutoModelForCausalLM.from_pretrained(hf, dtype="auto")
     tokens = torch.randint(0, model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -57,7 +56,7 @@ def from_model(hf: str, out: str, recipe: Any) -> None:
         shutil.copy(Path(hf) / file, out)
 
 
-def quantize(how: str, hf: str, out: str) -> None:
+def quantize(how, hf, out):
     if how in FLOATS:
         model_free_ptq(hf, out, scheme=how, ignore=BY_NAME, device="cpu")
     elif how == "model_free_ptq":
@@ -78,7 +77,7 @@ def quantize(how: str, hf: str, out: str) -> None:
         raise ValueError(how)
 
 
-def unpack(out: Path, file: str) -> None:
+def unpack(out, file):
     """Writes what compressed-tensors makes of every packed weight, and all other tensors as they are."""
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
@@ -102,7 +101,7 @@ def unpack(out: Path, file: str) -> None:
     save_file({name: tensor.contiguous() for name, tensor in plain.items()}, file)
 
 
-def main() -> None:
+def main():
     jobs, results = Path(sys.argv[1]), []
     for job in json.loads(jobs.read_text()):
         start = time.monotonic()

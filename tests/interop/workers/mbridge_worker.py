@@ -10,13 +10,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron_on_cpu import load_torch_dist, one_rank, save_torch_dist
 
 
-def convert(job: dict[str, str]) -> dict[str, Any]:
+def convert(job):
     """Both directions: the seconds that each took, or how mbridge refuses the model."""
     try:
         return both_ways(job)
@@ -24,7 +23,7 @@ def convert(job: dict[str, str]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def both_ways(job: dict[str, str]) -> dict[str, float]:
+def both_ways(job):
     """HF to Megatron, then a Megatron checkpoint into the same model and to HF."""
     from mbridge import AutoBridge
 
@@ -44,11 +43,11 @@ def both_ways(job: dict[str, str]) -> dict[str, float]:
     return {"import": middle - start, "export": time.monotonic() - middle}
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model):
     return model.module
 
 
-def main() -> None:
+def main():
     jobs = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder) / "store"), torch.no_grad():
         results = [convert(job) for job in json.loads(jobs.read_text())]

@@ -6,9 +6,6 @@ Workers run in the environment of another tool and import nothing of ckptkit's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,10 +13,10 @@ import torch
 class _Stream:
     """A CUDA stream to which nothing is ever given."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None: ...
+    def __init__(self, *arguments, **keywords): ...
 
 
-def pretend_cuda() -> None:
+def pretend_cuda():
     """Lets megatron-core, and tools that move models to the current GPU, stay on the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.set_device = lambda device: None
@@ -35,7 +32,7 @@ def pretend_cuda() -> None:
 
 
 @contextlib.contextmanager
-def one_rank(store: Path) -> Iterator[None]:
+def one_rank(store):
     """A process group of one rank, which meets itself in the file `store`."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -47,7 +44,7 @@ def one_rank(store: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def save_torch_dist(model: Any, root: Path) -> None:
+def save_torch_dist(model, root):
     """Saves the model as Megatron-LM saves a release: `root/release` and the tracker."""
     from megatron.core import dist_checkpointing
 
@@ -57,7 +54,7 @@ def save_torch_dist(model: Any, root: Path) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("release")
 
 
-def load_torch_dist(model: Any, root: Path) -> None:
+def load_torch_dist(model, root):
     """Loads `root/release` into the model as Megatron-LM does by default: whatever the model asks for must be there."""
     from megatron.core import dist_checkpointing
 
@@ -73,7 +70,7 @@ def load_torch_dist(model: Any, root: Path) -> None:
         raise RuntimeError(f"not written by the checkpoint: {unwritten}")
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata():
     from megatron.core import parallel_state
 
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

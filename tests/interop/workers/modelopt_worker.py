@@ -15,9 +15,9 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import load_file, save_file
 
 
-def main() -> None:
-    written: dict[str, torch.Tensor] = {}
-    sets: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+def main():
+    written = {}
+    sets = defaultdict(dict)
     for name, weight in load_file(sys.argv[1]).items():
         quantized, scales = MXFP8QTensor.quantize(weight)
         written |= {f"mxfp8.{name}": quantized._quantized_data.contiguous(), f"mxfp8.{name}_scale": scales}

@@ -19,7 +19,7 @@ from megatron_on_cpu import load_torch_dist, one_rank, pretend_cuda
 FSDP_RANKS = 2
 
 
-def on_cpu() -> None:
+def on_cpu():
     """verl takes the device for CUDA and the backend for NCCL; both become the CPU's."""
     pretend_cuda()
     import verl.utils.device
@@ -29,7 +29,7 @@ def on_cpu() -> None:
     verl.utils.device.get_device_id = lambda: 0
 
 
-def save_megatron(hf: Path, megatron: Path, actor: Path) -> None:
+def save_megatron(hf, megatron, actor):
     """verl's own model, loaded from the torch_dist at `megatron` and saved by verl, all layers of a key in one."""
     from megatron.core import parallel_state
     from transformers import AutoConfig
@@ -50,7 +50,7 @@ def save_megatron(hf: Path, megatron: Path, actor: Path) -> None:
     save_dist_checkpointing(state, get_model_dist_checkpoint_path(str(actor)))
 
 
-def save_fsdp(rank: int, store: str, hf: Path, actor: Path) -> None:
+def save_fsdp(rank, store, hf, actor):
     """One rank of transformers' model under FSDP, saved by verl's own checkpoint manager."""
     on_cpu()
     from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +66,7 @@ def save_fsdp(rank: int, store: str, hf: Path, actor: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def save(job: dict[str, str], folder: Path) -> None:
+def save(job, folder):
     hf, actor = Path(job["hf"]), Path(job["actor"])
     if job["backend"] == "megatron":
         save_megatron(hf, Path(job["megatron"]), actor)
@@ -81,7 +81,7 @@ def save(job: dict[str, str], folder: Path) -> None:
         shutil.copy(hf / file, side_files)
 
 
-def main() -> None:
+def main():
     on_cpu()
     if len(sys.argv) > 2:
         runpy.run_module("verl.model_merger", run_name="__main__", alter_sys=True)

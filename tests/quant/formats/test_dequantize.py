@@ -1,9 +1,6 @@
 """Dequantizing every format in every spelling: by hand, by slow formulas, by transformers and compressed-tensors."""
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from support import quantized
 from support.installed import since
 from support.messages import text_with
 from support.models import InMemory
-from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -31,23 +27,23 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:
+def read(quantization, tensors, **config):
     view = dequantized(InMemory({"quantization_config": quantization, **config}, tensors), "here")
     assert view.config == config
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def same(left, right):
     return left.dtype == right.dtype and torch.equal(
         left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
     )
 
 
-def fp8(*rows: list[int]) -> Tensor:
+def fp8(*rows):
     return torch.tensor(rows, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-def decoded(byte: int) -> float:
+def decoded(byte):
     """What a byte of float8_e4m3fn means, by the OCP 8-bit floating point specification."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 7
     return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -56,15 +52,15 @@ def decoded(byte: int) -> float:
 ROWS, COLUMNS = 48, 96
 
 
-def seeded() -> torch.Generator:
+def seeded():
     return torch.Generator().manual_seed(7)
 
 
-def bytes_of(*shape: int, low: int = 0, high: int = 256) -> Tensor:
+def bytes_of(*shape, low=0, high=256):
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=seeded())
 
 
-def float_groups(form: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def float_groups(form, weights, **more):
     group = {"targets": ["Linear"], "weights": {"type": "float", "symmetric": True, **weights}, "format": form, **more}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
 
@@ -75,20 +71,20 @@ MXFP8 = {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "t
 INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
-def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+def modelopt(algorithm, **more):
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
 
 
-def scheme_of(weights: Mapping[str, Any], form: str) -> QuantizationScheme:
+def scheme_of(weights, form):
     return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(type="float", **weights), format=form)
 
 
-def unpacked(codes: Tensor, exponents: Tensor) -> Tensor:
+def unpacked(codes, exponents):
     """What transformers makes of the MXFP4 codes of a matrix."""
     return convert_moe_packed_tensors(codes.reshape(1, len(codes), -1, 16), exponents[None])[0].T
 
 
-def nvfp4(divisor: float) -> dict[str, Tensor]:
+def nvfp4(divisor):
     """Any codes, and every block scale that is a number above zero."""
     scales = (torch.arange(ROWS * COLUMNS // 16) % 126 + 1).to(torch.uint8).view(torch.float8_e4m3fn)
     return {
@@ -99,7 +95,7 @@ def nvfp4(divisor: float) -> dict[str, Tensor]:
     }
 
 
-def test_every_fp8_byte() -> None:
+def test_every_fp8_byte():
     numbers = [byte for byte in range(256) if byte & 0x7F != 0x7F]
     found = read(
         FP8 | {"weight_block_size": [1, 256]}, {"x.weight": fp8(numbers), "x.weight_scale_inv": torch.ones(1, 1)}
@@ -113,9 +109,7 @@ SIDE = st.integers(1, 300)
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 4), max_size=2), SIDE, SIDE, SIDE, SIDE, st.sampled_from(SCALE_DTYPES))
-def test_fp8_blocks_of_every_size(
-    before: list[int], rows: int, columns: int, height: int, width: int, dtype: torch.dtype
-) -> None:
+def test_fp8_blocks_of_every_size(before, rows, columns, height, width, dtype):
     weight = torch.randn(*before, rows, columns, generator=seeded()).to(torch.float8_e4m3fn)
     grid = (*before, -(-rows // height), -(-columns // width))
     scales = (torch.rand(grid, generator=seeded()) * 0.01 + 1e-4).to(dtype)
@@ -130,7 +124,7 @@ def test_fp8_blocks_of_every_size(
 
 
 @pytest.mark.parametrize(("byte", "at"), [(0x7F, 0), (0xFF, 300_001), (0x7F, -1)])
-def test_nan_is_found_wherever_it_is(byte: int, at: int) -> None:
+def test_nan_is_found_wherever_it_is(byte, at):
     weight = torch.zeros(600, 1000, dtype=torch.uint8)
     weight.view(-1)[at] = byte
     tensors = {"x.weight": weight.view(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(5, 8)}
@@ -138,7 +132,7 @@ def test_nan_is_found_wherever_it_is(byte: int, at: int) -> None:
         read(FP8 | {"weight_block_size": [128, 128]}, tensors)
 
 
-def test_fused_experts_and_exponents_as_bytes() -> None:
+def test_fused_experts_and_exponents_as_bytes():
     weight = torch.randn(2, 64, 96).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[[120, 121, 130]], [[127, 126, 1]]], dtype=torch.uint8)
     tensors = {"mlp.experts.gate_up_proj": weight, "mlp.experts.gate_up_proj_scale_inv": exponents}
@@ -148,7 +142,7 @@ def test_fused_experts_and_exponents_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(("scale", "ending"), [(torch.tensor(0.003), "_scale_inv"), (torch.tensor([0.003]), "_scale")])
-def test_one_fp8_scale_a_tensor(scale: Tensor, ending: str) -> None:
+def test_one_fp8_scale_a_tensor(scale, ending):
     weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
     tensors = {"x.weight": weight, "x.input_scale": torch.ones(1), f"x.weight{ending}": scale}
     found = read(FP8 | {"activation_scheme": "static"}, tensors)
@@ -157,14 +151,14 @@ def test_one_fp8_scale_a_tensor(scale: Tensor, ending: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
-def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype) -> None:
+def test_fp8_is_what_transformers_makes_of_it(dtype):
     weight = torch.randn(4, 96, 64).to(torch.float8_e4m3fn)
     scales = (torch.rand(4, 3, 2) * 0.01 + 1e-4).to(dtype)
     found = read(FP8 | {"weight_block_size": [32, 32]}, {"x.weight": weight, "x.weight_scale_inv": scales})
     assert same(found["x.weight"], Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16))
 
 
-BLOCKS: dict[str, Any] = {"strategy": "block", "block_structure": [32, 48]}
+BLOCKS = {"strategy": "block", "block_structure": [32, 48]}
 UNEVEN_BLOCKS = since("compressed-tensors", (0, 20), "its compressor takes whole blocks only")
 
 
@@ -178,9 +172,7 @@ UNEVEN_BLOCKS = since("compressed-tensors", (0, 20), "its compressor takes whole
     ],
     ids=str,
 )
-def test_fp8_is_what_compressed_tensors_makes_of_it(
-    arguments: dict[str, Any], shape: tuple[int, int], scales: tuple[int, ...]
-) -> None:
+def test_fp8_is_what_compressed_tensors_makes_of_it(arguments, shape, scales):
     form, weight = "float-quantized", torch.randn(shape, generator=seeded()).to(torch.float8_e4m3fn)
     stored = {"weight": weight, "weight_scale": torch.rand(scales, generator=seeded()).bfloat16()}
     config = float_groups(form, {"num_bits": 8, **arguments}, input_activations=None)
@@ -196,7 +188,7 @@ def test_fp8_is_what_compressed_tensors_makes_of_it(
     [{"strategy": "group", "group_size": 32}, {"strategy": "group", "group_size": 128}, {"strategy": "channel"}],
     ids=str,
 )
-def test_int4_is_what_compressed_tensors_makes_of_it(arguments: dict[str, Any], symmetric: bool) -> None:
+def test_int4_is_what_compressed_tensors_makes_of_it(arguments, symmetric):
     for rows, dtype in ((9, torch.bfloat16), (13, torch.float16), (64, torch.float32), (2050, torch.bfloat16)):
         weight = (torch.randn(rows, 256, generator=seeded()) * 0.02 + 0.01).to(dtype)
         weight[0, :32] = 0
@@ -208,7 +200,7 @@ def test_int4_is_what_compressed_tensors_makes_of_it(arguments: dict[str, Any], 
         assert same(found["x.weight"], meant)
 
 
-def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+def test_mxfp4_is_what_transformers_makes_of_it():
     rows = 4 * 253  # more than are worked on at a time
     blocks = torch.randint(0, 256, (3, rows, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     # Beyond 252, 6 is not a bfloat16.
@@ -220,11 +212,11 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
 
 
 @pytest.mark.parametrize(("key", "inside"), [("quantization_config", True), ("compression_config", False)])
-def test_wherever_the_config_says_it(key: str, inside: bool) -> None:
+def test_wherever_the_config_says_it(key, inside):
     weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
     tensors = {"x.weight": weight, "x.weight_scale_inv": torch.full((1, 1), 2.0)}
     said = {key: FP8 | {"weight_block_size": [128, 128]}}
-    plain: dict[str, Any] = {"model_type": "x", "text_config": {"hidden_size": 4}}
+    plain = {"model_type": "x", "text_config": {"hidden_size": 4}}
     config = {**plain, "text_config": plain["text_config"] | said} if inside else plain | said
     view = dequantized(InMemory(config, tensors), "here")
     assert view.config == plain
@@ -241,7 +233,7 @@ def test_wherever_the_config_says_it(key: str, inside: bool) -> None:
         (quantized.int4(strategy="channel"), quantized.compressed_config("pack-quantized", strategy="channel")),
     ],
 )
-def test_a_quantized_copy_is_the_original(quantizer: quantized.Quantizer, said: dict[str, Any]) -> None:
+def test_a_quantized_copy_is_the_original(quantizer, said):
     """GLM's FP8 releases quantize the output layer's copy in the draft layer, and not the output layer itself."""
     head = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     tensors = {"lm_head.weight": head} | {f"draft.weight{ending}": part for ending, part in quantizer(head)[0].items()}
@@ -257,7 +249,7 @@ def test_a_quantized_copy_is_the_original(quantizer: quantized.Quantizer, said: 
 
 
 @pytest.mark.parametrize("divisor", [28928.0, 28822.37, 2.0**14, 0.3])
-def test_nvfp4_is_what_compressed_tensors_makes_of_it(divisor: float) -> None:
+def test_nvfp4_is_what_compressed_tensors_makes_of_it(divisor):
     stored, form = nvfp4(divisor), "nvfp4-pack-quantized"
     parts = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
     meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"].to(torch.bfloat16)
@@ -278,7 +270,7 @@ def test_nvfp4_is_what_compressed_tensors_makes_of_it(divisor: float) -> None:
             assert same(found["x.weight"], meant)
 
 
-def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> None:
+def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale():
     tensors = {
         "x.weight": bytes_of(16, 32),
         "x.weight_scale": torch.rand(16, 4, generator=seeded()).to(torch.float8_e4m3fn),
@@ -295,7 +287,7 @@ def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> No
 
 
 @pytest.mark.parametrize("bias", [0, 90, 127, 252 - 31])
-def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int) -> None:
+def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias):
     codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, high=32) + bias
     parts = {"weight_packed": codes, "weight_scale": scales}
     by_transformers = unpacked(codes, scales)
@@ -310,7 +302,7 @@ def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int)
         assert same(read(content, as_weight)["x.weight"], by_transformers)
 
 
-def test_deepseek_v4s_experts_beside_its_fp8() -> None:
+def test_deepseek_v4s_experts_beside_its_fp8():
     codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, low=100, high=140)
     meant = unpacked(codes, scales)
     weight = torch.randn(130, 200, generator=seeded()).to(torch.float8_e4m3fn)
@@ -335,7 +327,7 @@ def test_deepseek_v4s_experts_beside_its_fp8() -> None:
 
 
 @since("compressed-tensors", (0, 17), "it has no MXFP8 before")
-def test_mxfp8_is_what_compressed_tensors_makes_of_it() -> None:
+def test_mxfp8_is_what_compressed_tensors_makes_of_it():
     from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 
     weight = torch.randn(ROWS, COLUMNS, generator=seeded()).to(torch.float8_e4m3fn)
@@ -355,7 +347,7 @@ def test_mxfp8_is_what_compressed_tensors_makes_of_it() -> None:
     ("algorithm", "shape", "block"),
     [("FP8", (), (256, 384)), ("FP8_PER_CHANNEL_PER_TOKEN", (256,), (1, 384)), ("fp8_pb_wo", (2, 1, 3, 1), (128, 128))],
 )
-def test_modelopts_fp8(algorithm: str, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+def test_modelopts_fp8(algorithm, shape, block):
     weight = torch.randn(256, 384, generator=seeded()).to(torch.float8_e4m3fn)
     scales = torch.rand(shape, generator=seeded()) * 0.01 + 1e-4
     factors = torch.kron(scales.reshape(256 // block[0], 384 // block[1]), torch.ones(block))
@@ -363,7 +355,7 @@ def test_modelopts_fp8(algorithm: str, shape: tuple[int, ...], block: tuple[int,
     assert same(found["x.weight"], (weight.float() * factors).to(torch.bfloat16))
 
 
-def test_each_module_of_a_mixed_release_has_its_own_format() -> None:
+def test_each_module_of_a_mixed_release_has_its_own_format():
     codes, scales = bytes_of(16, 32), torch.full((16, 4), 1.0).to(torch.float8_e4m3fn)
     weight = torch.randn(16, 64, generator=seeded()).to(torch.float8_e4m3fn)
     layers = {
@@ -387,7 +379,7 @@ def test_each_module_of_a_mixed_release_has_its_own_format() -> None:
     assert same(found["b.mlp.up.weight"], unpacked(codes, torch.full((16, 2), 127, dtype=torch.uint8)))
 
 
-def test_groups_of_one_compressed_tensors_config() -> None:
+def test_groups_of_one_compressed_tensors_config():
     weight = torch.randn(64, 64, generator=seeded()).to(torch.float8_e4m3fn)
     rows = torch.rand(64, 1, generator=seeded())
     content = float_groups("nvfp4-pack-quantized", NVFP4)
@@ -404,7 +396,7 @@ def test_groups_of_one_compressed_tensors_config() -> None:
     assert same(found["attn.weight"], (weight.float() * rows).to(torch.bfloat16))
 
 
-def test_hf_quant_config_alone_says_how(tmp_path: Path) -> None:
+def test_hf_quant_config_alone_says_how(tmp_path):
     tensors = {
         "x.weight": bytes_of(16, 32),
         "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
@@ -427,7 +419,7 @@ def test_hf_quant_config_alone_says_how(tmp_path: Path) -> None:
         HfCheckpoint(tmp_path)
 
 
-def test_every_algorithm_that_is_not_refused_is_read() -> None:
+def test_every_algorithm_that_is_not_refused_is_read():
     for algorithm in MODELOPT_READ:
         layers = {"a": {"quant_algo": "FP8"}} if algorithm == "MIXED_PRECISION" else None
         assert modelopt_format(modelopt(algorithm, quantized_layers=layers)).layouts

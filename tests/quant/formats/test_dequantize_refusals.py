@@ -1,9 +1,6 @@
 """What is refused in a quantized release: errors name tensor and file and come from headers alone if possible."""
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +21,12 @@ MXFP4 = {"num_bits": 4, "type": "float", "scale_dtype": "torch.uint8"}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
-def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+def compressed(form="pack-quantized", **weights):
     usual = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     return group_config(form, {"targets": ["Linear"], "weights": usual | weights})
 
 
-def of_int4(*sizes: int) -> dict[str, Any]:
+def of_int4(*sizes):
     groups = [{"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": size}} for size in sizes]
     return group_config("pack-quantized", *groups)
 
@@ -67,7 +64,7 @@ def of_int4(*sizes: int) -> dict[str, Any]:
         (compressed("nvfp4-pack-quantized", type="float", group_size=16, symmetric=False), "symmetric False"),
     ],
 )
-def test_formats(quantization: Any, message: str) -> None:
+def test_formats(quantization, message):
     with pytest.raises(CkptkitError, match=message) as error:
         format_of({"quantization_config": quantization})
     assert "config.json" in error.value.message or "quantization_config" in error.value.message
@@ -75,11 +72,11 @@ def test_formats(quantization: Any, message: str) -> None:
     assert message.replace("\\", "") in str(describe_format({"quantization_config": quantization}, {}))
 
 
-def fp8() -> Tensors:
+def fp8():
     return {"x.weight": torch.ones(3, 4).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(2, 2)}
 
 
-def int4() -> Tensors:
+def int4():
     return {
         "x.weight_packed": torch.zeros(16, 8, dtype=torch.int32),
         "x.weight_scale": torch.ones(16, 2, dtype=torch.bfloat16),
@@ -87,22 +84,22 @@ def int4() -> Tensors:
     }
 
 
-def gpt_oss() -> Tensors:
+def gpt_oss():
     blocks = torch.zeros(2, 3, 4, 16, dtype=torch.uint8)
     return {"x_blocks": blocks, "x_scales": torch.full((2, 3, 4), 127, dtype=torch.uint8)}
 
 
-def mxfp4() -> Tensors:
+def mxfp4():
     codes = torch.zeros(2, 32, dtype=torch.uint8)
     return {"x.weight_packed": codes, "x.weight_scale": torch.full((2, 2), 127, dtype=torch.uint8)}
 
 
-def deepseek_v4() -> Tensors:
+def deepseek_v4():
     codes, scale = mxfp4().values()
     return {"x.weight": codes.view(torch.int8), "x.scale": scale.view(torch.float8_e8m0fnu)}
 
 
-def nvfp4() -> Tensors:
+def nvfp4():
     return {
         "x.weight": torch.zeros(16, 32, dtype=torch.uint8),
         "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
@@ -110,7 +107,7 @@ def nvfp4() -> Tensors:
     }
 
 
-STORED: dict[str, tuple[dict[str, Any], Callable[[], Tensors]]] = {
+STORED = {
     "fp8": (BLOCK, fp8),
     "fp8 in rows": (BLOCK | {"weight_block_size": [1, 4]}, fp8),
     "fp8 of a tensor": ({"quant_method": "fp8"}, fp8),
@@ -125,12 +122,12 @@ STORED: dict[str, tuple[dict[str, Any], Callable[[], Tensors]]] = {
 ZEROS = torch.zeros(2, 2, dtype=torch.int32)
 
 
-def parts_of(form: str, changes: Mapping[str, Tensor | None]) -> Tensors:
+def parts_of(form, changes):
     """The tensors of a sound matrix, but for these; None: it is not there."""
     return {name: tensor for name, tensor in (STORED[form][1]() | dict(changes)).items() if tensor is not None}
 
 
-def at(form: str, name: str, index: int, value: float) -> dict[str, Tensor]:
+def at(form, name, index, value):
     """A part of a sound matrix with another value in one place."""
     tensor = STORED[form][1]()[name]
     whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
@@ -138,14 +135,14 @@ def at(form: str, name: str, index: int, value: float) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def read(form: str, tensors: Tensors) -> Tensors:
+def read(form, tensors):
     config = {"quantization_config": STORED[form][0]} | ({"expert_dtype": "fp4"} if form == "deepseek-v4" else {})
     view = dequantized(InMemory(config, tensors), "here")
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4", "gpt-oss", "mxfp4", "deepseek-v4", "nvfp4"])
-def test_sound_parts_are_read(form: str) -> None:
+def test_sound_parts_are_read(form):
     assert [bool(tensor.isfinite().all()) for tensor in read(form, STORED[form][1]()).values()] == [True]
 
 
@@ -199,14 +196,14 @@ def test_sound_parts_are_read(form: str) -> None:
         ("nvfp4", {"x.weight_scale_2": torch.tensor(torch.nan)}, r"x\.weight_scale_2 \[\] float32 .*NaN"),
     ],
 )
-def test_parts_that_do_not_fit(form: str, changes: Mapping[str, Tensor | None], message: str) -> None:
+def test_parts_that_do_not_fit(form, changes, message):
     with pytest.raises(CkptkitError, match=message) as error:
         read(form, parts_of(form, changes))
     assert error.value.message.startswith("here: ")
     assert error.value.hint
 
 
-def test_the_file_is_named(tmp_path: Path) -> None:
+def test_the_file_is_named(tmp_path):
     tensors = parts_of("fp8", at("fp8", "x.weight_scale_inv", 0, torch.nan))
     weight_map = {name: f"model-0000{index}-of-00002.safetensors" for index, name in enumerate(tensors, 1)}
     for name, file in weight_map.items():
@@ -219,11 +216,11 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     assert error.value.message.startswith(f"{tmp_path / 'model-00002-of-00002.safetensors'}: x.weight_scale_inv")
 
 
-def test_a_quantized_copy_of_something_else() -> None:
+def test_a_quantized_copy_of_something_else():
     copy = {"draft.weight": torch.randn(64, 32).to(torch.float8_e4m3fn), "draft.weight_scale": torch.ones(64, 1)}
     config = {"quantization_config": compressed("float-quantized", **ROWS)}
 
-    def opened(head: Tensor) -> Any:
+    def opened(head):
         tensors = {"lm_head.weight": head, **copy}
         return dequantized(InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight"})
 

@@ -18,7 +18,7 @@ from ckptkit.quant.formats.scheme import QuantScheme
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_minmax_is_what_compressed_tensors_writes(dtype: torch.dtype, symmetric: bool) -> None:
+def test_minmax_is_what_compressed_tensors_writes(dtype, symmetric):
     for group_size, stored in [*((size, None) for size in (32, 64, 128, None)), *((32, one) for one in DTYPES)]:
         weight = hard_weights(dtype)[: None if stored is None else -1]
         scheme = QuantScheme(group_size, "minmax", (), symmetric, scale_dtype=stored)
@@ -38,7 +38,7 @@ SCHEMES = [QuantScheme(32, "qmax7"), QuantScheme(128, "minmax"), QuantScheme(64,
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, QuantScheme(None, "minmax")])
-def test_compressed_tensors_unpacks_to_the_same_weights(scheme: QuantScheme) -> None:
+def test_compressed_tensors_unpacks_to_the_same_weights(scheme):
     weight = hard_weights(torch.bfloat16)[:-1]
     codes, scale, zero_point = quantize(weight, scheme)
     stored = {"weight_packed": pack(codes), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
@@ -53,11 +53,11 @@ def test_compressed_tensors_unpacks_to_the_same_weights(scheme: QuantScheme) -> 
     assert (error <= step * (0.54 if scheme.grid == "qmax7" else 0.6 if scheme.symmetric else 0.69))[normal].all()
 
 
-def _float32(value: float) -> float:
+def _float32(value):
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def slow_qmax7(weight: torch.Tensor, group_size: int) -> tuple[list[list[int]], list[list[float]]]:
+def slow_qmax7(weight, group_size):
     """Quantizes weight by weight, rounding each result to float32; from a float64 quotient that gives the same."""
     codes, scales = [], []
     for row in weight.tolist():
@@ -72,7 +72,7 @@ def slow_qmax7(weight: torch.Tensor, group_size: int) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_qmax7_follows_the_formula(dtype: torch.dtype) -> None:
+def test_qmax7_follows_the_formula(dtype):
     weight = hard_weights(dtype)
     for group_size in (32, 64, 128, None):
         expected_codes, expected_scales = slow_qmax7(weight, group_size or weight.shape[1])
@@ -84,7 +84,7 @@ def test_qmax7_follows_the_formula(dtype: torch.dtype) -> None:
             assert codes.abs().max() == 7
 
 
-def test_what_has_no_range() -> None:
+def test_what_has_no_range():
     """Groups of zeros have scale epsilon (minmax) or 1e-5 (qmax7) and codes 0; too small a group becomes zeros."""
     zeros = torch.zeros(1, 32, dtype=torch.bfloat16)
     found = [one.tolist() for one in quantize(zeros, QuantScheme(32, "minmax", (), symmetric=False))]
@@ -97,7 +97,7 @@ def test_what_has_no_range() -> None:
         assert (dequantize(codes, scale).abs() <= 2e-40).all()
 
 
-def slow_search(group: torch.Tensor, scheme: QuantScheme) -> tuple[float, float]:
+def slow_search(group, scheme):
     """Scale and error of the best of twenty ranges, by compressed-tensors' own scales and its own rounding."""
     args = ct_scheme(QuantScheme(None, "minmax", (), scheme.symmetric)).weights
     best = (math.nan, math.inf)
@@ -113,7 +113,7 @@ def slow_search(group: torch.Tensor, scheme: QuantScheme) -> tuple[float, float]
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_search_finds_what_trying_every_range_finds(dtype: torch.dtype, symmetric: bool) -> None:
+def test_the_search_finds_what_trying_every_range_finds(dtype, symmetric):
     weight, scheme = hard_weights(dtype)[::6], QuantScheme(64, "minmax", (), symmetric, "mse")
     codes, scale, zero_point = quantize(weight, scheme)
     found = [slow_search(group.reshape(1, -1), scheme) for group in weight.reshape(-1, 64)]
@@ -125,7 +125,7 @@ def test_the_search_finds_what_trying_every_range_finds(dtype: torch.dtype, symm
     assert errors[0] < errors[1]
 
 
-def test_packing_is_that_of_compressed_tensors() -> None:
+def test_packing_is_that_of_compressed_tensors():
     torch.manual_seed(2)
     codes = torch.randint(-8, 8, (33, 160), dtype=torch.int8)
     packed = pack(codes)

@@ -1,13 +1,10 @@
 """Back to INT4 bit for bit: releases made by compressed-tensors, by way of Megatron and without, on both grids."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import models, quantized
-from support.fixture_types import PathOf
 from support.quant_weights import DTYPES, hard_weights
 
 from ckptkit.app.api import convert, quantize
@@ -34,17 +31,17 @@ SCHEMES = [
 ]
 
 
-def meant(packed: Packed, shape: tuple[int, ...]) -> torch.Tensor:
+def meant(packed, shape):
     zero_point = None if packed.zero_point is None else unpack_zero_point(packed.zero_point, packed.scale.shape)
     return dequantize(unpack(packed.words, shape), packed.scale, zero_point)
 
 
-def equal(left: Packed, right: Packed) -> bool:
-    return all(one is other or torch.equal(one, other) for one, other in zip(left, right, strict=True))  # type: ignore[arg-type]
+def equal(left, right):
+    return all(one is other or torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_was_quantized_is_quantized_alike(scheme: QuantScheme) -> None:
+def test_what_was_quantized_is_quantized_alike(scheme):
     for dtype in DTYPES:
         weight = hard_weights(dtype)[:-1]
         (before,) = quantize_pack([weight], scheme, ["a"])
@@ -57,7 +54,7 @@ def test_what_was_quantized_is_quantized_alike(scheme: QuantScheme) -> None:
         assert int((~lost).sum()) > 45
 
 
-def test_every_code_survives() -> None:
+def test_every_code_survives():
     """-8 too, which no fresh qmax7 scale would give back, and -0.0, which is the code of 0."""
     codes = (torch.arange(64) % 16 - 8).to(torch.int8).reshape(2, 32)
     before = Packed(pack(codes), torch.tensor([[0.013], [3.0]], dtype=torch.bfloat16), None)
@@ -68,7 +65,7 @@ def test_every_code_survives() -> None:
 
 
 @pytest.mark.parametrize("scheme", [QuantScheme(32, "qmax7"), QuantScheme(32, "minmax", (), symmetric=False)])
-def test_only_the_groups_that_changed_get_a_fresh_scale(scheme: QuantScheme) -> None:
+def test_only_the_groups_that_changed_get_a_fresh_scale(scheme):
     torch.manual_seed(0)
     weight = (torch.randn(16, 128) * 0.02).bfloat16()
     (before,) = quantize_pack([weight], scheme, ["a"])
@@ -83,19 +80,19 @@ def test_only_the_groups_that_changed_get_a_fresh_scale(scheme: QuantScheme) -> 
     assert after.scale[3, 1] == fresh.scale[3, 1]
     assert torch.equal(after.words[3, 4:8], fresh.words[3, 4:8])
     if after.zero_point is not None and before.zero_point is not None and fresh.zero_point is not None:
-        zeros = [unpack_zero_point(one.zero_point, (16, 4)) for one in (after, before, fresh)]  # type: ignore[arg-type]
+        zeros = [unpack_zero_point(one.zero_point, (16, 4)) for one in (after, before, fresh)]
         assert torch.equal(zeros[0][elsewhere], zeros[1][elsewhere])
         assert zeros[0][3, 1] == zeros[2][3, 1]
 
 
-def test_a_broken_scale_is_not_kept() -> None:
+def test_a_broken_scale_is_not_kept():
     weight, scheme = torch.zeros(1, 32), QuantScheme(32, "minmax")
     for scale in (0.0, float("nan"), float("inf")):
         before = Packed(torch.zeros(1, 4, dtype=torch.int32), torch.full((1, 1), scale), None)
         assert equal(requantize(weight, before, scheme, "a"), quantize_pack([weight], scheme, ["a"])[0])
 
 
-def test_scales_keep_their_dtype_unless_another_is_asked_for() -> None:
+def test_scales_keep_their_dtype_unless_another_is_asked_for():
     weight = (torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     codes, scale, _ = by_formula(weight, QuantScheme(32, "qmax7", scale_dtype=torch.float32))
     before, weight = Packed(pack(codes), scale, None), dequantize(codes, scale).bfloat16()
@@ -104,7 +101,7 @@ def test_scales_keep_their_dtype_unless_another_is_asked_for() -> None:
     assert after.scale.dtype == torch.bfloat16
 
 
-def test_empty_matrices_are_kept_and_scales_of_another_shape_refused() -> None:
+def test_empty_matrices_are_kept_and_scales_of_another_shape_refused():
     for shape in ((0, 64), (3, 0)):
         for scheme in [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), symmetric=False)]:
             (before,) = quantize_pack([torch.empty(shape)], scheme, ["a"])
@@ -114,7 +111,7 @@ def test_empty_matrices_are_kept_and_scales_of_another_shape_refused() -> None:
         requantize(torch.ones(1, 64), before, QuantScheme(32, "qmax7"), "a")
 
 
-def test_a_reference_that_lacks_a_part_is_refused() -> None:
+def test_a_reference_that_lacks_a_part_is_refused():
     reference = models.InMemory({}, {"x.weight_packed": torch.zeros(1, 4, dtype=torch.int32)})
     with pytest.raises(CkptkitError, match=r"x\.weight_packed .* x\.weight_scale"):
         stored_parts(reference, "x", symmetric=True)
@@ -122,11 +119,11 @@ def test_a_reference_that_lacks_a_part_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def int4(releases, tmp_path_factory):
     """`int4(name, **arguments)`: a release that compressed-tensors' own compressor packed, as ckptkit would."""
     root = tmp_path_factory.mktemp("int4")
 
-    def packed(name: str, **arguments: Any) -> Path:
+    def packed(name, **arguments):
         path = root / "-".join([name, *map(str, arguments.values())])
         if not path.exists():
             view, _ = as_int4(HfCheckpoint(releases(name)), QuantScheme(32, "qmax7"), Request("here"))
@@ -141,7 +138,7 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return packed
 
 
-ARGUMENTS: list[dict[str, Any]] = [
+ARGUMENTS = [
     {"strategy": "group", "group_size": 32, "symmetric": True},
     {"strategy": "channel", "group_size": None, "symmetric": True},
     {"strategy": "group", "group_size": 32, "symmetric": False},
@@ -149,7 +146,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_a_release_by_way_of_megatron(int4: PathOf, tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_a_release_by_way_of_megatron(int4, tmp_path, arguments):
     """minmax to BF16 Megatron and back with `like`, and directly, keeps the bits; without `like` they differ."""
     source = int4("qwen2-tied", **arguments)
     scheme = int4_scheme(source)
@@ -167,7 +164,7 @@ def test_a_release_by_way_of_megatron(int4: PathOf, tmp_path: Path, arguments: d
 
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
-def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any) -> None:
+def test_our_own_by_way_of_megatron(releases, tmp_path, grid):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, grid))
     convert(tmp_path / "int4", tmp_path / "megatron")
     scheme = int4_scheme(tmp_path / "int4")
@@ -178,7 +175,7 @@ def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any)
     assert left == right
 
 
-def test_other_groups_are_quantized_anew(int4: PathOf, tmp_path: Path) -> None:
+def test_other_groups_are_quantized_anew(int4, tmp_path):
     source = int4("qwen2-tied", **ARGUMENTS[0])
     quantize(source, tmp_path / "out", QuantScheme(None, "qmax7"))
     convert(source, tmp_path / "megatron")
@@ -187,11 +184,11 @@ def test_other_groups_are_quantized_anew(int4: PathOf, tmp_path: Path) -> None:
     assert models.unequal(tmp_path / "out", tmp_path / "expected") == []
 
 
-def config_of(scheme: QuantScheme, **how: bool) -> dict[str, Any]:
+def config_of(scheme, **how):
     return {"quantization_config": quantization_config(scheme, **how)}
 
 
-def test_what_a_config_records() -> None:
+def test_what_a_config_records():
     full = QuantScheme(64, "minmax", (), False, "none", torch.float32)
     assert stored_scheme(config_of(full)) == StoredScheme(64, False, "minmax", torch.float32)
     kept = stored_scheme(config_of(QuantScheme(32, "qmax7"), kept_scales=True))
@@ -202,12 +199,12 @@ def test_what_a_config_records() -> None:
     assert stored_scheme({}) is None
 
 
-def test_what_is_not_said_is_as_in_the_reference(tmp_path: Path) -> None:
+def test_what_is_not_said_is_as_in_the_reference(tmp_path):
     assert int4_scheme() == int4_scheme(tmp_path) == QuantScheme(128, "qmax7")
     assert int4_scheme(symmetric=False) == QuantScheme(128, "minmax", (), symmetric=False)
     assert int4_scheme(search="mse") == QuantScheme(128, "minmax", (), True, "mse")
     full = QuantScheme(32, "minmax", (), False, "none", torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(config_of(full)))
     assert int4_scheme(tmp_path) == full
-    other: dict[str, Any] = {"group_size": "channel", "grid": "qmax7", "symmetric": True, "scale_dtype": torch.bfloat16}
+    other = {"group_size": "channel", "grid": "qmax7", "symmetric": True, "scale_dtype": torch.bfloat16}
     assert int4_scheme(tmp_path, **other) == QuantScheme(None, "qmax7", scale_dtype=torch.bfloat16)

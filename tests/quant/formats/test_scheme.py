@@ -2,8 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ KIMI = quantization(["lm_head", "re:.*self_attn.*"])
         ((32, "minmax", (), True, "none", torch.float64), "unknown scale dtype torch.float64"),
     ],
 )
-def test_an_invalid_scheme_cannot_exist(arguments: tuple[Any, ...], message: str) -> None:
+def test_an_invalid_scheme_cannot_exist(arguments, message):
     with pytest.raises(CkptkitError, match=message.replace("(", r"\(")):
         QuantScheme(*arguments)
 
@@ -54,7 +52,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantScheme) -> None:
+def test_compressed_tensors_and_transformers_accept_the_config(scheme):
     content = json.loads(json.dumps(quantization_config(scheme)))
     parsed = QuantizationConfig.model_validate(content)
     assert parsed.quantization_status == QuantizationStatus.COMPRESSED
@@ -68,7 +66,7 @@ def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantSche
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme: QuantScheme) -> None:
+def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme):
     """Shapes and dtypes too, as compressed-tensors allocates them, and by hand as vLLM and SGLang do."""
     parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
     weight = torch.randn(24, 256).bfloat16()
@@ -92,13 +90,13 @@ def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme
     assert {name: (tuple(part.shape), part.dtype) for name, part in made.items()} == expected
 
 
-def test_reads_a_config_of_another_tool() -> None:
+def test_reads_a_config_of_another_tool():
     expected = QuantScheme(32, "minmax", ("lm_head", "re:.*self_attn.*"))
     for actorder in (None, "weight", "static"):  # GPTQ with columns in their own order is the same scheme
         assert read_scheme({"quantization_config": changed(actorder=actorder)}) == expected
 
 
-def changed(**weights: Any) -> dict[str, Any]:
+def changed(**weights):
     group = KIMI["config_groups"]["group_0"]
     return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
 
@@ -124,13 +122,13 @@ def changed(**weights: Any) -> dict[str, Any]:
         (changed(group_size=16), "group size 16"),
     ],
 )
-def test_refuses_what_it_does_not_support(content: dict[str, Any] | None, message: str) -> None:
+def test_refuses_what_it_does_not_support(content, message):
     with pytest.raises(CkptkitError, match=message):
         read_scheme({} if content is None else {"quantization_config": content})
 
 
 # By key of `weights`, what may stand there; every one is tried in a config that is otherwise usual.
-ODD: dict[str, list[Any]] = {
+ODD = {
     "type": ["float", "INT", None, 4],
     "num_bits": [8, "4", None, 3],
     "symmetric": [False, None, 1, "true"],
@@ -146,14 +144,14 @@ ODD: dict[str, list[Any]] = {
     "unknown": [None, 1],
 }
 # The same of the group and of the whole config.
-ODD_GROUP: dict[str, list[Any]] = {
+ODD_GROUP = {
     "targets": [[], ["re:.*"], None, "Linear", [1]],
     "input_activations": [{"num_bits": 8}, {}, {"num_bits": 8, "dynamic": True, "strategy": "token"}],
     "output_activations": [{"num_bits": 8}],
     "format": [None, "float-quantized", "no-such"],
     "unknown": [None, 1],
 }
-ODD_TOP: dict[str, list[Any]] = {
+ODD_TOP = {
     "ignore": [None, [], ["lm_head", 1], "lm_head"],
     "format": ["float-quantized", "no-such", None],
     "kv_cache_scheme": [{"num_bits": 8}],
@@ -164,12 +162,12 @@ ODD_TOP: dict[str, list[Any]] = {
 
 
 @pytest.fixture(params=["group", "channel", "asymmetric"])
-def usual(request: pytest.FixtureRequest) -> dict[str, Any]:
+def usual(request):
     size = None if request.param == "channel" else 32
     return quantization_config(QuantScheme(size, "minmax", ("lm_head",), request.param != "asymmetric"))
 
 
-def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def odd_configs(usual):
     for place, odd in enumerate((ODD_TOP, ODD_GROUP, ODD)):
         for key, value in [(key, value) for key, values in odd.items() for value in values]:
             content = copy.deepcopy(usual)
@@ -178,7 +176,7 @@ def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any
             yield key, value, content
 
 
-def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, Any]) -> object:
+def outcome(read, content):
     try:
         return read({"quantization_config": content})
     except CkptkitError as error:
@@ -187,7 +185,7 @@ def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, An
 
 # compressed-tensors 0.18 says so of one of the odd configs.
 @pytest.mark.filterwarnings("ignore:No observer is used for dynamic quant:UserWarning")
-def test_stated_scheme_is_the_one_that_compressed_tensors_reads(usual: dict[str, Any]) -> None:
+def test_stated_scheme_is_the_one_that_compressed_tensors_reads(usual):
     usual |= {"quant_method": "compressed-tensors"}
     assert isinstance(outcome(stated_scheme, usual), QuantScheme)
     for key, value, content in [("", None, usual), *odd_configs(usual)]:

@@ -1,13 +1,11 @@
 """Zero points of experts in SGLang's layout: through SGLang's own conversion they are those of the matrix."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from support import models
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.quantized import small_groups_allowed
 
@@ -23,7 +21,7 @@ ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
 ROWS = QuantScheme(None, "minmax", (), symmetric=False)
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """Eight rows of one group have zero points -8..-1, nibbles 0..7.
 
     From the lowest nibble: rows 0, 2, 4, 6, then 1, 3, 5, 7.
@@ -33,12 +31,12 @@ def test_by_hand() -> None:
     assert to_sglang_zero_points(packed, 8, "a").tolist() == [[0x75316420]]
 
 
-def test_refuses_rows_that_fill_no_word() -> None:
+def test_refuses_rows_that_fill_no_word():
     with pytest.raises(CkptkitError, match="12.*features.*8"):
         to_sglang_zero_points(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
 
 
-def test_who_may_have_it() -> None:
+def test_who_may_have_it():
     assert not check_zero_point_layout(QuantScheme(32, "minmax"), True, ("sglang", "vllm"))
     assert not check_zero_point_layout(ASYMMETRIC, False, ("sglang", "vllm"))
     assert check_zero_point_layout(ROWS, True, ("sglang",))
@@ -50,7 +48,7 @@ def test_who_may_have_it() -> None:
         assert error.value.hint == text_with("--group-size 128" if readers == ("sglang",) else "--reader --reader")
 
 
-def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: PathOf, tmp_path: Path) -> None:
+def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases, tmp_path):
     """Its loader gives up on zero points of a Linear there: see test_sglang_formats.py, which leaves it out."""
     with pytest.raises(CkptkitError, match=r"shared_experts\.\w+\.weight: SGLang") as error:
         quantize(releases("glm4_moe"), tmp_path / "out", ROWS, readers=("sglang",))
@@ -58,7 +56,7 @@ def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: PathO
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mixture_of_experts(releases: PathOf, tmp_path: Path) -> None:
+def test_a_mixture_of_experts(releases, tmp_path):
     """Refused for all readers. For SGLang alone it is written, with experts in its layout, and config.json says so."""
     source = releases("qwen3_moe")
     with pytest.raises(CkptkitError, match="layout"):
@@ -84,18 +82,18 @@ def test_a_mixture_of_experts(releases: PathOf, tmp_path: Path) -> None:
     assert inspect(tmp_path / "out")["quantization"] == text_with("INT4 32")
 
 
-def test_for_vllm_alone_experts_have_compressed_tensors_own_layout(releases: PathOf, tmp_path: Path) -> None:
+def test_for_vllm_alone_experts_have_compressed_tensors_own_layout(releases, tmp_path):
     source, module = releases("qwen3_moe"), "model.layers.1.mlp.experts.2.up_proj"
     quantize(source, tmp_path / "out", ASYMMETRIC, readers=("vllm",))
     weight = models.tensors(source)[f"{module}.weight"]
     shape = torch.Size((weight.shape[0], weight.shape[1] // 32))
     stored = models.tensors(tmp_path / "out")[f"{module}.weight_zero_point"]
     read = unpack_from_int32(stored, 4, shape, packed_dim=0)
-    assert torch.equal(read, by_formula(weight, ASYMMETRIC).zero_point)  # type: ignore[arg-type]
+    assert torch.equal(read, by_formula(weight, ASYMMETRIC).zero_point)
     assert "experts_zero_points" not in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_an_unknown_layout_of_zero_points_is_refused(releases: PathOf, tmp_path: Path) -> None:
+def test_an_unknown_layout_of_zero_points_is_refused(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "out", ROWS, readers=("sglang",))
     config = tmp_path / "out" / "config.json"
     config.write_text(config.read_text().replace('"experts_zero_points": "sglang"', '"experts_zero_points": "awq"'))

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.quant.ignore.names import matrices_named, matrices_of
 from ckptkit.quant.ignore.reading import read_all
-from ckptkit.quant.ignore.tree import ClassTree, class_tree, config_for_class, family_tree, release_of
+from ckptkit.quant.ignore.tree import class_tree, config_for_class, family_tree, release_of
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
@@ -37,7 +37,7 @@ PACKABLE = [name for name, release in RELEASES.items() if not release.own_tree]
 OWN = [name for name in RELEASES if name not in PACKABLE]
 
 
-def of_family(config: dict[str, Any]) -> ClassTree:
+def of_family(config):
     return family_tree(FAMILIES[config["model_type"]], release_of(config), config)
 
 
@@ -53,7 +53,7 @@ Described = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def described() -> Iterator[Described]:
+def described():
     """`describe` of the class of a config: in this process, which has torch already, or in one other for all of them.
 
     SGLang registers configs of its own with transformers, and another test may have imported it.
@@ -64,7 +64,7 @@ def described() -> Iterator[Described]:
     command = [sys.executable, "-W", "ignore", "-c", DESCRIBE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
 
-        def ask(content: dict[str, Any]) -> dict[str, Any]:
+        def ask(content):
             print(json.dumps(content), file=process.stdin, flush=True)
             return json.loads(process.stdout.readline())
 
@@ -72,7 +72,7 @@ def described() -> Iterator[Described]:
         process.stdin.close()
 
 
-def of_transformers(config: dict[str, Any], described: Described) -> ClassTree:
+def of_transformers(config, described):
     """As `class_tree` has it of a config that the family refuses."""
     release = release_of(config)
     content = config_for_class(release, config)
@@ -94,7 +94,7 @@ FIRST = {CONFIGS[name]["model_type"]: name for name in reversed(COMPARED)}.value
 
 
 @pytest.mark.parametrize("name", daily(COMPARED, FIRST))
-def test_family_names_the_modules_of_transformers_classes(name: str, described: Described) -> None:
+def test_family_names_the_modules_of_transformers_classes(name, described):
     found, expected = of_family(CONFIGS[name]), of_transformers(CONFIGS[name], described)
     if "nemotron" in name:  # transformers saves `backbone.embedding`, and its own release has `backbone.embeddings`
         others = {one.replace("embedding", "embeddings"): kind for one, kind in expected.others.items()}
@@ -127,7 +127,7 @@ STEP = {
 COMPRESSOR = [f"{place}compressor.{name}" for place in ("", "indexer.") for name in ("wkv", "wgate")]
 V4_PACKED = [f"attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")]
 V4_PACKED += [f"ffn.{module}.{name}" for module in ("experts.11", "shared_experts") for name in ("w1", "w2", "w3")]
-REASONS: dict[str, dict[str, str | None]] = {
+REASONS = {
     "deepseek_v4": {
         "embed": "Embedding",
         "layers.2.ffn.gate": "Router",
@@ -144,7 +144,7 @@ REASONS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: str) -> None:
+def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name):
     tree = of_family(CONFIGS[name])
     found = {module: tree.reason_to_keep(module) for module in REASONS[name]}
     assert found == {module: why and text_with(why) for module, why in REASONS[name].items()}
@@ -156,7 +156,7 @@ def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: st
         class_tree(CONFIGS[name] | text)
 
 
-def test_deepseek_v4_names_every_linear_layer_of_transformers_class() -> None:
+def test_deepseek_v4_names_every_linear_layer_of_transformers_class():
     """Under the release's names, which the test model has been renamed to by hand; experts are one module there."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(HF_CASES["deepseek_v4"].config())
@@ -174,9 +174,7 @@ VISION = {
 
 
 @pytest.mark.parametrize(("name", "vision"), [(name, vision) for name, several in VISION.items() for vision in several])
-def test_family_names_the_vision_tower_of_transformers_class(
-    name: str, vision: dict[str, Any], described: Described
-) -> None:
+def test_family_names_the_vision_tower_of_transformers_class(name, vision, described):
     config = CONFIGS[name] | {"vision_config": vision}
     found = of_family(config)
     differ = found.linear_names ^ of_transformers(config, described).linear_names
@@ -184,20 +182,20 @@ def test_family_names_the_vision_tower_of_transformers_class(
     assert all("vision_tower.vision_model." in one for one in differ)  # which transformers had up to 4.57
 
 
-def test_config_that_the_family_does_not_convert_is_asked_of_transformers() -> None:
+def test_config_that_the_family_does_not_convert_is_asked_of_transformers():
     config = CONFIGS["qwen3-untied"] | {"attention_bias": True}
     with pytest.raises(CkptkitError, match="attention_bias true"):
         of_family(config)
     assert class_tree(config) == class_tree(CONFIGS["qwen3-untied"])
 
 
-def test_an_unknown_model_type_has_no_class_tree() -> None:
+def test_an_unknown_model_type_has_no_class_tree():
     for config in ({"model_type": "no_such_model"}, CONFIGS["gpt_oss"]):
         with pytest.raises(CkptkitError, match=f"model_type '{config['model_type']}'"):
             class_tree(config)
 
 
-def test_modules_of_a_family_are_told_without_torch(tmp_path: Path) -> None:
+def test_modules_of_a_family_are_told_without_torch(tmp_path):
     (tmp_path / "configs.json").write_text(json.dumps([CONFIGS[name] for name in PACKABLE]))
     code = (
         "import json, sys; from ckptkit.quant.ignore.tree import class_tree\n"
@@ -221,7 +219,7 @@ NAMES = [
 ]
 
 
-def marked(name: str, path: Path) -> dict[str, tuple[TensorSpec, bool]]:
+def marked(name, path):
     """Each tensor that transformers saves, and whether compressed-tensors quantizes the module that it is of."""
     case = HF_CASES[name]
     scheme = {key: value for key, value in quantization([]).items() if key != "quantization_status"}
@@ -247,7 +245,7 @@ def marked(name: str, path: Path) -> dict[str, tuple[TensorSpec, bool]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_linear_layers_are_those_of_compressed_tensors(tmp_path: Path, name: str) -> None:
+def test_linear_layers_are_those_of_compressed_tensors(tmp_path, name):
     """By shapes (`verify`, `quantize`) and by names alone (`lint`); a tied head shares the embedding's values."""
     stored, tree = marked(name, tmp_path), class_tree(CONFIGS[name])
     specs = {key: spec for key, (spec, _) in stored.items()}
@@ -272,7 +270,7 @@ READERS = ("compressed-tensors", "transformers", "vLLM 0.26", "vLLM 0.33", "SGLa
         ("step3p7", "vision_model.conv1", (24, 3, 14, 14), False),
     ],
 )
-def test_modules_of_towers_one_by_one(name: str, module: str, shape: tuple[int, ...], linear: bool) -> None:
+def test_modules_of_towers_one_by_one(name, module, shape, linear):
     config, spec = CONFIGS[name], TensorSpec(f"{module}.weight", shape, "bfloat16")
     tree = class_tree(config)
     (found,) = matrices_of({spec.name: spec}, tree, config)
@@ -283,14 +281,14 @@ def test_modules_of_towers_one_by_one(name: str, module: str, shape: tuple[int, 
     assert linear or set(answers.values()) == {"keeps"}
 
 
-def test_norms_are_no_matrices_by_name() -> None:
+def test_norms_are_no_matrices_by_name():
     config = CONFIGS["qwen3_5"]
     names = ["patch_ln1", "ln_q", "ln", "norm2", "final_layernorm", "post_ln_2", "lin_proj", "pin_proj"]
     found = matrices_named([f"model.visual.{name}.weight" for name in names], class_tree(config), config)
     assert [one.module for one in found] == ["model.visual.lin_proj", "model.visual.pin_proj"]
 
 
-def test_modules_of_a_tower_that_config_json_does_not_have_are_judged_by_their_names(described: Described) -> None:
+def test_modules_of_a_tower_that_config_json_does_not_have_are_judged_by_their_names(described):
     config = {key: value for key, value in CONFIGS["qwen3_5"].items() if key != "vision_config"}
     tree, root = class_tree(config), "model.visual."
     assert of_family(config) == of_transformers(config, described)

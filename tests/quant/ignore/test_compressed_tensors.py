@@ -4,11 +4,10 @@ At run time it is not asked: importing it takes seconds, which `lint` of a heade
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -30,8 +29,8 @@ from support.published import (
 )
 from torch import nn
 
-from ckptkit.quant.formats.groups import Target, groups_of, targets_of
-from ckptkit.quant.ignore.names import Matrix, matrices_named, names_in_vllm
+from ckptkit.quant.formats.groups import groups_of, targets_of
+from ckptkit.quant.ignore.names import matrices_named, names_in_vllm
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tree import class_tree
 
@@ -47,7 +46,7 @@ CLASSES = ("Linear", "Module", "Embedding", "linear")
 KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers")
 
 
-def published(content: Any) -> Iterator[tuple[str, ...]]:
+def published(content):
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if key in KEYS and value:
             yield tuple(restored(value))
@@ -55,7 +54,7 @@ def published(content: Any) -> Iterator[tuple[str, ...]]:
 
 
 @cache
-def lists() -> Sequence[tuple[str, ...]]:
+def lists():
     """Every entry of entries.toml by itself, all of a kind at once, and published lists."""
     found = {list_: None for release in PUBLISHED.values() for list_ in published(release)}
     found |= {tuple(entries): None for entries in (KIMI_LIST, QWEN_LIST, GLM_LIST, GLM_RULES, MINIMAX_LIST)}
@@ -64,13 +63,13 @@ def lists() -> Sequence[tuple[str, ...]]:
     return list(found)
 
 
-def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
+def matrices_of(config):
     tree = class_tree(config)
     every = [*tree.others, *sorted(tree.linears - tree.experts), *sorted(tree.experts)[:6]]
     return matrices_named([f"{module}.weight" for module in every], tree, config)
 
 
-def built(matrices: Sequence[Matrix]) -> nn.Module:
+def built(matrices):
     """A model on the meta device with these modules, each of the class that it has in transformers."""
     root = nn.Module()
     for matrix in matrices:
@@ -85,7 +84,7 @@ def built(matrices: Sequence[Matrix]) -> nn.Module:
     return root
 
 
-def content_of(ignore: Sequence[str], *targets: Sequence[str]) -> dict[str, Any]:
+def content_of(ignore, *targets):
     """A quantization_config with a group for each of `targets`, of 4 and of 8 bits in turn."""
     content = quantization(ignore, groups=len(targets))
     groups = {
@@ -95,7 +94,7 @@ def content_of(ignore: Sequence[str], *targets: Sequence[str]) -> dict[str, Any]
     return {**content, "config_groups": groups}
 
 
-def contents() -> Iterator[dict[str, Any]]:
+def contents():
     """Every list as `ignore`, as targets, and as targets that overlap those of another group."""
     for one in lists():
         yield content_of(one, ("Linear",))
@@ -108,12 +107,12 @@ def contents() -> Iterator[dict[str, Any]]:
         yield from (content_of((name,), ("Linear",)), content_of((), (name,)))
 
 
-def test_there_are_many_lists_and_long_ones() -> None:
+def test_there_are_many_lists_and_long_ones():
     assert len(lists()) > 130
     assert any(len(one) > 100 for one in lists())
 
 
-def taken(matrices: Sequence[Matrix], config: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Target]:
+def taken(matrices, config, content):
     """The target by which ckptkit has each module quantized for compressed-tensors."""
     targets = targets_of(groups_of({"quantization_config": content}))
     reading = read_all((), matrices, content["ignore"], config, targets)["compressed-tensors"]
@@ -122,7 +121,7 @@ def taken(matrices: Sequence[Matrix], config: Mapping[str, Any], content: Mappin
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_lists_are_read_as_compressed_tensors_applies_them(name: str) -> None:
+def test_lists_are_read_as_compressed_tensors_applies_them(name):
     """Its `apply_quantization_config` gives each module the bits of the group that ckptkit has it in."""
     matrices = [matrix for matrix in matrices_of(MODELS[name]) if f".layers.{LAYERS - 1}." not in matrix.module]
     for content in contents():
@@ -140,7 +139,7 @@ def test_lists_are_read_as_compressed_tensors_applies_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN, KIMI], ids=["Qwen3-MoE", "Kimi-K2"])
-def test_parts_of_fused_layers_are_looked_up_as_in_compressed_tensors(config: dict[str, Any]) -> None:
+def test_parts_of_fused_layers_are_looked_up_as_in_compressed_tensors(config):
     several = matrices_of(config)
     fused = {
         matrix.vllm: names_in_vllm(matrix)

@@ -2,11 +2,9 @@
 
 import re
 import warnings
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from families import HF_CASES
@@ -69,16 +67,16 @@ ROOT = {"gemma3": NESTED, "kimi_k25": NESTED, "mistral3": NESTED, "nemotron_h": 
 )
 
 
-def scheme(*ignore: str, group_size: int | None = 32) -> QuantScheme:
+def scheme(*ignore, group_size=32):
     return QuantScheme(group_size, "qmax7", ignore)
 
 
-def release_specs(config: Mapping[str, Any]) -> dict[str, TensorSpec]:
+def release_specs(config):
     return {name: TensorSpec(name, tuple(shape), "bfloat16") for name, shape in expected_hf(config).items()}
 
 
 @pytest.mark.parametrize("case", INT4_CASES)
-def test_what_is_packed_in_every_model(case: str) -> None:
+def test_what_is_packed_in_every_model(case):
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
     config = config_of(HF_CASES[case])
     specs = release_specs(config)
@@ -92,7 +90,7 @@ def test_what_is_packed_in_every_model(case: str) -> None:
     assert packed == expected
 
 
-def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, TensorSpec]:
+def specs_of(config, **shapes):
     """Every matrix, [128, 128] unless `shapes` has the ending of its name."""
     tree = class_tree(config)
     modules = [*tree.others, *sorted(tree.linears)]
@@ -102,7 +100,7 @@ def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, Ten
     }
 
 
-def test_a_reference_says_what_is_packed() -> None:
+def test_a_reference_says_what_is_packed():
     """Kimi-K2-Thinking has its routed experts alone in INT4."""
     like = set(kimi_names())
     ignore = default_ignore(KIMI, like)
@@ -116,7 +114,7 @@ def test_a_reference_says_what_is_packed() -> None:
     assert select_int4_weights(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == packed
 
 
-def test_a_list_or_a_model_that_contradicts_the_reference() -> None:
+def test_a_list_or_a_model_that_contradicts_the_reference():
     with pytest.raises(CkptkitError, match=r"slime .*model\.layers\.0\.mlp\."):
         select_int4_weights(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
     absent = {name for name in kimi_names() if "layers.1.mlp.experts.3.down" not in name}
@@ -131,12 +129,12 @@ def test_a_list_or_a_model_that_contradicts_the_reference() -> None:
         ("model.layers.2.self_attn.kv_b_proj", "SGLang"),
     ],
 )
-def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> None:
+def test_a_reference_that_packs_what_can_not_be(module, reason):
     with pytest.raises(CkptkitError, match=rf"--like .*{module}\.weight_packed.* {reason}"):
         select_int4_weights(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
 
 
-def test_only_some_readers_must_agree() -> None:
+def test_only_some_readers_must_agree():
     ignore = ("lm_head", "re:.*mlp.gate$")
     packed = select_int4_weights(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
     assert "model.layers.0.mlp.gate.weight" not in packed
@@ -144,7 +142,7 @@ def test_only_some_readers_must_agree() -> None:
         select_int4_weights(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
 
 
-def expert_specs(hidden: int, inner: int) -> list[TensorSpec]:
+def expert_specs(hidden, inner):
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     return [
         TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
@@ -156,7 +154,7 @@ RANKS, GROUPS = st.sampled_from([1, 2, 4, 8]), st.sampled_from([32, 64, 128, Non
 
 
 @pytest.fixture(scope="module")
-def marlin() -> Any:
+def marlin():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers.quantization import marlin_utils
@@ -169,7 +167,7 @@ def marlin() -> Any:
 @example(512, 1024, 128, 8)
 @example(512, 1024, 64, 8)
 @example(96, 1024, 32, 1)
-def test_a_layer_fits_as_sglang_says(marlin: Any, rows: int, columns: int, group_size: int | None, tp: int) -> None:
+def test_a_layer_fits_as_sglang_says(marlin, rows, columns, group_size, tp):
     fits, _ = marlin.check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
     assert passes(QWEN, plain_layer(rows, columns), group_size, tp) == (fits and columns % tp == 0)
 
@@ -180,7 +178,7 @@ def test_a_layer_fits_as_sglang_says(marlin: Any, rows: int, columns: int, group
 @example(2048, 768, 128, 2)
 @example(2048, 768, 128, 4)
 @example(192, 512, 64, 1)
-def test_experts_fit_as_sglang_says(marlin: Any, hidden: int, inner: int, group_size: int, tp: int) -> None:
+def test_experts_fit_as_sglang_says(marlin, hidden, inner, group_size, tp):
     runner = SimpleNamespace(apply_router_weight_on_input=False, is_gated=True, activation="silu")
     layer = SimpleNamespace(hidden_size=hidden, intermediate_size_per_partition=inner // tp, moe_runner_config=runner)
     specs = expert_specs(hidden, inner)
@@ -188,11 +186,11 @@ def test_experts_fit_as_sglang_says(marlin: Any, hidden: int, inner: int, group_
     assert passes(QWEN, specs, group_size, tp) == supported
 
 
-def plain_layer(rows: int, columns: int) -> list[TensorSpec]:
+def plain_layer(rows, columns):
     return [TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")]
 
 
-def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | None, tp: int, ep: int = 1) -> bool:
+def passes(config, specs, group_size, tp, ep=1):
     try:
         check_tiles(specs, class_tree(config), config, group_size, tp, ep)
     except CkptkitError:
@@ -201,20 +199,20 @@ def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | No
 
 
 @pytest.mark.parametrize(("tp", "ep", "fits"), [(8, 1, False), (8, 2, True), (8, 8, True), (2, 8, True)])
-def test_expert_parallel_ranks_do_not_cut_experts(tp: int, ep: int, fits: bool) -> None:
+def test_expert_parallel_ranks_do_not_cut_experts(tp, ep, fits):
     """Qwen3-235B-A22B has experts of 1536 features: 192 on each of eight ranks, which no group of 128 divides."""
     assert passes(QWEN, expert_specs(4096, 1536), 128, tp, ep) == fits
 
 
 @pytest.mark.parametrize(("tp", "fits"), [(1, True), (2, True), (4, True), (8, True), (16, False)])
-def test_shards_of_a_fused_layer_are_looked_at_together(tp: int, fits: bool) -> None:
+def test_shards_of_a_fused_layer_are_looked_at_together(tp, fits):
     """q has 512 rows; k and v have 2 heads of 32 rows, repeated on four ranks or more: 96 rows on sixteen ranks."""
     shapes = {"q_proj": (512, 128), "k_proj": (64, 128), "v_proj": (64, 128)}
     specs = [TensorSpec(f"model.layers.0.self_attn.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()]
     assert passes(QWEN, specs, 32, tp) == fits
 
 
-def test_advice_for_a_tensor_parallel_size() -> None:
+def test_advice_for_a_tensor_parallel_size():
     """Qwen3-30B-A3B has experts of 768 features: 384 on two ranks, 192 on four."""
     specs = specs_of(QWEN, gate_proj=(768, 2048), up_proj=(768, 2048), down_proj=(2048, 768))
     ignore = (*default_ignore(QWEN), "re:.*self_attn.*")
@@ -225,7 +223,7 @@ def test_advice_for_a_tensor_parallel_size() -> None:
     select_int4_weights(specs, QWEN, scheme(*ignore, group_size=32), tp=4)
 
 
-def test_columns_that_fill_no_word() -> None:
+def test_columns_that_fill_no_word():
     """A scale for each row asks for no groups, but eight codes share a word."""
     specs = specs_of(GLM, o_proj=(128, 100))
     with pytest.raises(CkptkitError, match=r"8.*100.*model\.layers\.\{0\.\.3\}\.self_attn\.o_proj"):
@@ -233,7 +231,7 @@ def test_columns_that_fill_no_word() -> None:
 
 
 @cache
-def kernel_tiles(file: str) -> set[tuple[int, int]]:
+def kernel_tiles(file):
     """Rows and columns of which a layer must be made, by the thread configurations in SGLang's own source.
 
     Its columns are `prob_k`, and its rows `prob_n`.
@@ -250,7 +248,7 @@ def kernel_tiles(file: str) -> set[tuple[int, int]]:
     }
 
 
-def fits_some(tiles: set[tuple[int, int]], rows: int, columns: int, group_size: int | None) -> bool:
+def fits_some(tiles, rows, columns, group_size):
     tiled = any(rows % down == 0 and columns % across == 0 for down, across in tiles)
     return tiled and columns % (group_size or 1) == 0
 
@@ -260,7 +258,7 @@ def fits_some(tiles: set[tuple[int, int]], rows: int, columns: int, group_size: 
 @given(SIZES, SIZES, st.sampled_from([32, 64, None]))
 @example(960, 576, 32)  # SmolLM2-135M's fused q, k and v
 @example(192, 512, 64)
-def test_a_layer_has_a_kernel_as_sglangs_source_has_it(rows: int, columns: int, group_size: int | None) -> None:
+def test_a_layer_has_a_kernel_as_sglangs_source_has_it(rows, columns, group_size):
     tiles, experts_tiles = kernel_tiles("marlin/gptq_marlin.cuh"), kernel_tiles("marlin_moe/moe_wna16_marlin.cuh")
     assert (len(tiles), len(experts_tiles)) == (4, 3)
     found = unrunnable(plain_layer(rows, columns), class_tree(QWEN), QWEN, group_size)
@@ -275,12 +273,12 @@ FAMILIES = sorted(models.configs())
 NAMED_ALWAYS = ("lm_head", "model.embed_tokens")
 
 
-def model_config(family: str, **changes: Any) -> dict[str, Any]:
+def model_config(family, **changes):
     return dict(models.configs()[family].to_dict()) | changes
 
 
 @pytest.fixture(scope="module")
-def specs() -> Mapping[str, dict[str, TensorSpec]]:
+def specs():
     return {family: release_specs(model_config(family)) for family in FAMILIES}
 
 
@@ -322,9 +320,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("family", "entries", "message", "spelling"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refuses_what_readers_take_differently(
-    specs: Mapping[str, dict[str, TensorSpec]], family: str, entries: list[str], message: str, spelling: str | None
-) -> None:
+def test_refuses_what_readers_take_differently(specs, family, entries, message, spelling):
     config = model_config(family)
     with pytest.raises(CkptkitError, match=message) as caught:
         select_int4_weights(specs[family], config, scheme(*NAMED_ALWAYS, *entries))
@@ -336,7 +332,7 @@ def test_refuses_what_readers_take_differently(
     select_int4_weights(specs[family], config, scheme(*followed))  # raises nothing: every reader agrees
 
 
-def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_advice_is_given_for_a_few_entries_at_a_time(specs):
     shards = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(12))
     with pytest.raises(CkptkitError, match=r"would pack model\.layers\.\{0\.\.11\}\.self_attn\.q_proj") as caught:
         select_int4_weights(specs["qwen2-untied"], model_config("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
@@ -345,7 +341,7 @@ def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[st
     assert hint == text_with("9 entries")
 
 
-def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs):
     """Its class in SGLang takes qkv_proj apart; that of Qwen2 does not."""
     shards = [f"model.layers.3.self_attn.{name}_proj" for name in "qkv"]
     config = model_config("qwen3_moe")
@@ -357,20 +353,20 @@ def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict
         select_int4_weights(specs["qwen2-untied"], config, scheme(*default_ignore(config), *shards))
 
 
-def test_the_output_embedding_must_be_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_the_output_embedding_must_be_named(specs):
     with pytest.raises(CkptkitError, match=r"transformers and slime .*lm_head\.weight") as caught:
         select_int4_weights(specs["qwen2-untied"], model_config("qwen2-untied"), scheme("model.embed_tokens"))
     assert "add 'lm_head'" in str(caught.value)
 
 
-def test_a_harmless_addition_is_accepted(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_a_harmless_addition_is_accepted(specs):
     config = model_config("glm4_moe")
     plain = select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config)))
     for entry in ("re:.*mlp.gate$", r"re:.*mlp\.gate\..*", "re:.*not_there.*"):
         assert select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config), entry)) == plain
 
 
-def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_a_tensor_outside_the_model_is_kept_only_when_named(specs):
     config = model_config("qwen2-untied")
     more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), "bfloat16")}
     with pytest.raises(CkptkitError, match=r"extra\.proj\.weight"):
@@ -378,7 +374,7 @@ def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, 
     assert "extra.proj.weight" not in select_int4_weights(more, config, scheme(*default_ignore(config), "extra.proj"))
 
 
-def test_draft_layers_stay_as_they_are() -> None:
+def test_draft_layers_stay_as_they_are():
     """GLM-4.5 stores its draft layer as layer number num_hidden_layers; SGLang builds it as model.decoder."""
     config = model_config("glm4_moe", num_nextn_predict_layers=1)
     ignore = default_ignore(config)
@@ -399,7 +395,7 @@ def test_draft_layers_stay_as_they_are() -> None:
         select_int4_weights(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
 
 
-def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_groups_must_divide(specs):
     config = model_config("glm4_moe")
     with pytest.raises(CkptkitError, match=r"128.*96, 288, 320.*\{0\.\.11\}\.self_attn\.o_proj") as caught:
         select_int4_weights(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
@@ -413,9 +409,7 @@ def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 128), "float8_e4m3fn"), ((2, 64, 128), "bfloat16")])
-def test_only_float_matrices_can_be_quantized(
-    specs: Mapping[str, dict[str, TensorSpec]], shape: tuple[int, ...], dtype: str
-) -> None:
+def test_only_float_matrices_can_be_quantized(specs, shape, dtype):
     name = "model.layers.0.self_attn.q_proj.weight"
     config = model_config("qwen2-untied")
     with pytest.raises(CkptkitError, match=r"layers\.0\.self_attn\.q_proj\.weight .* cannot be quantized"):
@@ -424,7 +418,7 @@ def test_only_float_matrices_can_be_quantized(
         )
 
 
-def test_an_ignore_list_without_the_head_promises_a_packed_head(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
+def test_an_ignore_list_without_the_head_promises_a_packed_head(specs):
     for family, promised in (("qwen2-untied", True), ("qwen2-tied", False)):
         finished = model_config(family) | {"quantization_config": quantization_config(scheme("model.embed_tokens"))}
         assert ("lm_head" in packed_modules(specs[family], finished)) is promised

@@ -3,8 +3,6 @@
 The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
 """
 
-from typing import Any
-
 import pytest
 from support.published import KIMI, QWEN
 
@@ -22,7 +20,7 @@ LINEAR_ATTENTION = {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
 LINEAR_ATTENTION |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT = {**QWEN, **LINEAR_ATTENTION, "model_type": "qwen3_next", "shared_expert_intermediate_size": 64}
 VISION = {"model_type": "qwen3_vl_moe", "text_config": {**QWEN, "model_type": "qwen3_vl_moe_text"}}
-MODELS: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN, "qwen2": QWEN2, "kimi": KIMI, "next": NEXT, "vl": VISION}
+MODELS = {"qwen3_moe": QWEN, "qwen2": QWEN2, "kimi": KIMI, "next": NEXT, "vl": VISION}
 
 L3 = "model.layers.3"
 PLAIN = ["lm_head", "model.embed_tokens"]
@@ -30,7 +28,7 @@ SHARDS = [f"{L3}.self_attn.{name}_proj" for name in "qkv"]
 LATENT = [f"{L3}.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
 # Model, list, module, and the verdicts of compressed-tensors, transformers, vLLM 0.26 and 0.33, SGLang 0.5.16 and
 # 0.5.23, and slime.
-VERDICTS: list[tuple[str, list[str], str, str]] = [
+VERDICTS = [
     # D1, D3: the router is a Linear to vLLM and slime alone, and only slime sees `.weight` behind the name.
     ("qwen3_moe", [*PLAIN, "re:.*mlp.gate$"], f"{L3}.mlp.gate", "KKKKKKP"),
     ("qwen3_moe", [*PLAIN, r"re:.*mlp\.gate\..*"], f"{L3}.mlp.gate", "KKPPKKK"),
@@ -74,7 +72,7 @@ VERDICTS: list[tuple[str, list[str], str, str]] = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_each_reader_has_its_verdict(model: str) -> None:
+def test_each_reader_has_its_verdict(model):
     config = MODELS[model]
     tree = class_tree(config)
     matrices = matrices_named([f"{name}.weight" for name in [*tree.others, *sorted(tree.linears)]], tree, config)

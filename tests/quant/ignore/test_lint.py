@@ -1,11 +1,9 @@
 """`ckptkit lint` on published lists: what each entry covers, what is found and why, and the list it proposes."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from mutations.edits import edit_config
 from support.messages import text_with
 from support.published import (
@@ -27,7 +25,7 @@ from support.published import (
 import ckptkit
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from ckptkit.quant.ignore.lint import LintReport, lint
+from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.ignore.readers import SGLANG, VLLM
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
@@ -35,12 +33,12 @@ DRAFT = r"re:model\.(layers\.4|decoder)\..*"
 BY_NAME = ("compressed-tensors", "transformers", *VLLM, "SGLang 0.5.16", "SGLang 0.5.23", "slime")
 
 
-def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+def found(report):
     return [(one.severity, one.kind, one.tensors, one.readers) for one in report.findings]
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "lone config"])
-def test_kimi_k2_thinking(tmp_path: Path, index: bool) -> None:
+def test_kimi_k2_thinking(tmp_path, index):
     """Neither the router nor the embedding is named: engines know better by class, slime would pack both."""
     report = lint(write(tmp_path, KIMI, KIMI_LIST, kimi_names() if index else None))
     assert report.packed == 3 * 12 * 3
@@ -55,7 +53,7 @@ def test_kimi_k2_thinking(tmp_path: Path, index: bool) -> None:
     assert (report.failed, report.warnings) == (False, 2)
 
 
-def test_glm_without_the_router_rule(tmp_path: Path) -> None:
+def test_glm_without_the_router_rule(tmp_path):
     report = lint(write(tmp_path, GLM, GLM_LIST))
     draft = tuple(f"model.layers.4.mlp.experts.0.{name}_proj.weight" for name in ("down", "gate", "up"))
     assert found(report)[:4] == [
@@ -71,7 +69,7 @@ def test_glm_without_the_router_rule(tmp_path: Path) -> None:
     assert report.portable == (*GLM_LIST, "model.embed_tokens", ROUTER, DRAFT)
 
 
-def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
+def test_glm_with_the_router_rule_of_parameter_names(tmp_path):
     """It is slime's alone: no other reader finds a module named like that, and none would pack the router anyway."""
     report = lint(write(tmp_path, GLM, (*GLM_LIST, *GLM_RULES, DRAFT)))
     assert report.patterns[GLM_RULES[0]]["slime"] == ("model.layers.{1..4}.mlp.gate.weight",)
@@ -83,7 +81,7 @@ def test_glm_with_the_router_rule_of_parameter_names(tmp_path: Path) -> None:
     assert report.portable == (*GLM_LIST, *GLM_RULES, DRAFT)
 
 
-def test_qwen3(tmp_path: Path) -> None:
+def test_qwen3(tmp_path):
     """slime matches names with `.weight`, so an entry ending in `gate$` keeps the router for all but slime."""
     report = lint(write(tmp_path, QWEN, QWEN_LIST))
     assert report.packed == 4 * (4 + 12 * 3)
@@ -97,7 +95,7 @@ def test_qwen3(tmp_path: Path) -> None:
     assert report.portable == ("lm_head", "model.embed_tokens", ROUTER)
 
 
-def test_minimax(tmp_path: Path) -> None:
+def test_minimax(tmp_path):
     """Its experts are w1, w2, w3 in the release and gate_proj, up_proj, down_proj of expert 0 in engines."""
     report = lint(write(tmp_path, MINIMAX, MINIMAX_LIST))
     assert report.packed == 4 * 12 * 3
@@ -110,7 +108,7 @@ def test_minimax(tmp_path: Path) -> None:
     )
 
 
-def test_minimax_by_targets(tmp_path: Path) -> None:
+def test_minimax_by_targets(tmp_path):
     """By its own names only compressed-tensors finds w1, since engines ask for gate_proj; with the alias all do."""
     ignore = (*MINIMAX_LIST[:3], r"re:.*\.block_sparse_moe\.gate(\.weight)?$")
     targets = [r"re:.*\.w(1|2|3)$", r"re:.*(gate_up|gate|up|down)_proj$"]
@@ -129,7 +127,7 @@ def test_minimax_by_targets(tmp_path: Path) -> None:
         ("re:model.layers.1.*", "compressed-tensors", "model.layers.{10..11}."),
     ],
 )
-def test_a_number_that_begins_others(tmp_path: Path, entry: str, reader: str, swallowed: str) -> None:
+def test_a_number_that_begins_others(tmp_path, entry, reader, swallowed):
     report = lint(write(tmp_path, QWEN | {"num_hidden_layers": 12}, ["lm_head", "model.embed_tokens", ROUTER, entry]))
     finding = next(one for one in report.findings if one.kind == "over-match")
     assert finding.pattern == entry
@@ -137,7 +135,7 @@ def test_a_number_that_begins_others(tmp_path: Path, entry: str, reader: str, sw
     assert all(tensor.startswith(swallowed) for tensor in finding.tensors)
 
 
-def test_a_gate_without_an_end(tmp_path: Path) -> None:
+def test_a_gate_without_an_end(tmp_path):
     """In the dense layer it covers gate_proj and not up_proj, of which engines make one layer."""
     config = GLM | {"num_nextn_predict_layers": 0}
     report = lint(write(tmp_path, config, ["lm_head", "model.embed_tokens", "re:.*mlp.gate.*"]))
@@ -150,13 +148,13 @@ def test_a_gate_without_an_end(tmp_path: Path) -> None:
     assert lint(write(tmp_path / "whole", config, ["lm_head", "model.embed_tokens", "re:.*mlp.*"])).findings == ()
 
 
-def test_an_entry_that_covers_nothing(tmp_path: Path) -> None:
+def test_an_entry_that_covers_nothing(tmp_path):
     report = lint(write(tmp_path, QWEN, ["lm_head", "model.embed_tokens", ROUTER, "re:.*no_such.*"]))
     assert [(one.kind, one.pattern) for one in report.findings] == [("unused", "re:.*no_such.*")]
     assert report.portable == ("lm_head", "model.embed_tokens", ROUTER)
 
 
-def test_a_packed_router(tmp_path: Path) -> None:
+def test_a_packed_router(tmp_path):
     names = [name for name in kimi_names() if name != "model.layers.2.mlp.gate.weight"]
     path = write(tmp_path, KIMI, KIMI_LIST, [*names, *packed("model.layers.2.mlp.gate")])
     report = lint(path)
@@ -168,7 +166,7 @@ def test_a_packed_router(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["model.layers.1.mlp.experts.5.", "model.layers.3.mlp.experts."])
-def test_experts_that_are_not_packed(tmp_path: Path, left_out: str) -> None:
+def test_experts_that_are_not_packed(tmp_path, left_out):
     names = [name for name in kimi_names() if not name.startswith(left_out)]
     experts = ("5.",) if left_out.endswith("5.") else tuple(f"{expert}." for expert in range(12))
     root = left_out.removesuffix("5.")
@@ -179,13 +177,13 @@ def test_experts_that_are_not_packed(tmp_path: Path, left_out: str) -> None:
     assert (partly, report.portable) == (([sorted(left)], None) if len(experts) == 1 else ([], whole))
 
 
-def test_several_groups(tmp_path: Path) -> None:
+def test_several_groups(tmp_path):
     report = lint(write(tmp_path, QWEN, ["lm_head", "model.embed_tokens", ROUTER], groups=2))
     assert found(report) == [("warning", "groups", (), ("slime",))]
     assert lint(tmp_path, readers=["sglang", "vllm"]).findings == ()
 
 
-def test_fix(tmp_path: Path) -> None:
+def test_fix(tmp_path):
     path = write(tmp_path, QWEN, QWEN_LIST)
     before = (path / "config.json").read_bytes()
     assert lint(path / "config.json", fix=True).fixed
@@ -200,8 +198,8 @@ def test_fix(tmp_path: Path) -> None:
     assert (again.findings, again.fixed) == ((), False)
 
 
-def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
-    text: dict[str, Any] = {**KIMI, "model_type": "kimi_k2"}
+def test_fix_where_the_list_lies_in_text_config(tmp_path):
+    text = {**KIMI, "model_type": "kimi_k2"}
     text["quantization_config"] = quantization(KIMI_LIST)
     config = {"model_type": "kimi_k25", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -230,14 +228,14 @@ AWQ = {"quantization_config": {"quant_method": "awq"}}
         ({"model_type": "gpt_oss"}, "tensors.*Linear"),
     ],
 )
-def test_what_cannot_be_looked_at(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_looked_at(tmp_path, change, message):
     path = write(tmp_path, QWEN, QWEN_LIST)
     edit_config(path, **change)
     with pytest.raises(CkptkitError, match=message):
         lint(path)
 
 
-def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path: Path) -> None:
+def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path):
     (tmp_path / "run/checkpoint-5").mkdir(parents=True)
     (tmp_path / "run/checkpoint-5/model.safetensors").write_bytes(b"x")
     (tmp_path / "megatron").mkdir()
@@ -249,11 +247,11 @@ def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path: Path)
         assert error.value.hint == text_with(hint)
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments):
     return CliRunner().invoke(cli, ["lint", *map(str, arguments)], env={"COLUMNS": "80"})
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     write(tmp_path, QWEN, QWEN_LIST)
     shown = run(tmp_path)
     assert shown.exit_code == 1
@@ -271,7 +269,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert ckptkit.lint is lint
 
 
-def test_the_verdicts_of_the_command(tmp_path: Path) -> None:
+def test_the_verdicts_of_the_command(tmp_path):
     """A list that slime alone reads otherwise does not pass; an unused entry does, but for --strict."""
     path = write(tmp_path / "unused", QWEN, ["lm_head", "model.embed_tokens", ROUTER, "re:.*no_such.*"])
     plain, strict = run(path), run(path, "--strict")
@@ -284,7 +282,7 @@ def test_the_verdicts_of_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("readers", [None, ["vllm"], ["transformers"], ["vllm", "transformers"]])
-def test_a_verdict_without_a_portable_list_is_an_error(tmp_path: Path, readers: list[str] | None) -> None:
+def test_a_verdict_without_a_portable_list_is_an_error(tmp_path, readers):
     """No list leaves q alone unpacked in vLLM; transformers takes it as it is."""
     config = QWEN | {"num_hidden_layers": 1}
     names = ["model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"]
@@ -300,7 +298,7 @@ def test_a_verdict_without_a_portable_list_is_an_error(tmp_path: Path, readers: 
     assert ("PASSED" in shown.output) is alone
 
 
-def test_of_many_entries_that_cover_nothing_one_stands_for_all(tmp_path: Path) -> None:
+def test_of_many_entries_that_cover_nothing_one_stands_for_all(tmp_path):
     ignore = ["lm_head", "model.embed_tokens", ROUTER, *(f"no_such.{number}" for number in range(500))]
     (finding,) = lint(write(tmp_path, QWEN, ignore)).findings
     assert (finding.kind, finding.pattern) == ("unused", "no_such.0")

@@ -1,9 +1,6 @@
 """Names of draft layers that `lint` works with where there is config.json alone: those that the releases have."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +17,13 @@ from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.quant.ignore.tree import class_tree
 
 
-def drafts(path: Path) -> set[str]:
+def drafts(path):
     """Modules of draft layers among the matrices that lint looks at."""
     subject, _ = open_subject(path)
     return {matrix.module for matrix in subject.matrices if subject.tree.draft_of(matrix.module)}
 
 
-def with_unfused(tensor: str) -> Iterator[str]:
+def with_unfused(tensor):
     """A name, and those of the first expert where it is that of all experts in one."""
     yield tensor
     for fused, parts in ((".experts.gate_up_proj", ("gate", "up")), (".experts.down_proj", ("down",))):
@@ -34,7 +31,7 @@ def with_unfused(tensor: str) -> Iterator[str]:
             yield from (f"{tensor.removesuffix(fused)}.experts.0.{part}_proj.weight" for part in parts)
 
 
-def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path) -> None:
+def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path):
     """Test models are saved as releases are, draft layers under the published names; expert 0 stands for all."""
     compared = set()
     for name, one in CASES.items():
@@ -55,7 +52,7 @@ def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path) ->
     assert compared >= {"mimo", "glm4_moe", "deepseek_v3", "exaone_moe", "qwen3_5", "qwen3_next", "nemotron_h"}
 
 
-def test_names_of_mimos_draft_layer_are_vllms_numbers_too(tmp_path: Path) -> None:
+def test_names_of_mimos_draft_layer_are_vllms_numbers_too(tmp_path):
     """vLLM builds layer `num_hidden_layers` of what the release calls mtp_layers.0; its source was read."""
     config = config_of(CASES["mimo"])
     layers = config["num_hidden_layers"]
@@ -72,10 +69,10 @@ GLM_IGNORE = ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$"]
 JOINT = "model.layers.4.eh_proj"
 
 
-def names_of(config: dict[str, Any], ignore: list[str], *unpacked: str, draft: bool = True) -> list[str]:
+def names_of(config, ignore, *unpacked, draft=True):
     """Names of a release whose list leaves nothing else out, with its draft layers packed or not."""
     tree = class_tree(config)
-    found: list[str] = []
+    found = []
     for module in [*tree.others, *sorted(tree.linears), *subject._draft_modules(tree)]:
         plain = module in unpacked or module in ignore or module in tree.others or module == tree.head
         plain = plain or (tree.draft_of(module) is not None and not draft) or module.endswith((".mlp.gate", ".eh_proj"))
@@ -83,14 +80,14 @@ def names_of(config: dict[str, Any], ignore: list[str], *unpacked: str, draft: b
     return found
 
 
-def about_drafts(path: Path, readers: list[str] | None) -> list[tuple[str, str, tuple[str, ...]]]:
+def about_drafts(path, readers):
     """Severity, kind and readers of what `lint` finds of packed draft layers."""
     found = [one for one in lint(path, readers=readers).findings if any(".layers.4." in name for name in one.tensors)]
     return [(one.severity, one.kind, one.readers) for one in found if one.kind != "shared expert"]
 
 
 @pytest.mark.parametrize("readers", [["vllm"], ["sglang"], ["transformers"], None])
-def test_draft_layers_in_int4_are_for_whoever_builds_them(tmp_path: Path, readers: list[str] | None) -> None:
+def test_draft_layers_in_int4_are_for_whoever_builds_them(tmp_path, readers):
     """Both engines build GLM's draft layer as the list says; transformers does not load it. Run in SGLang 0.5.16."""
     ignore = [*GLM_IGNORE, "model.layers.4.mlp.gate", JOINT]
     path = published.write(tmp_path, published.GLM, ignore, names_of(published.GLM, ignore))
@@ -99,9 +96,7 @@ def test_draft_layers_in_int4_are_for_whoever_builds_them(tmp_path: Path, reader
 
 
 @pytest.mark.parametrize(("readers", "who"), [(["vllm"], VLLM), (["sglang"], SGLANG)])
-def test_a_draft_layer_that_the_list_leaves_out_is_not_looked_for_packed(
-    tmp_path: Path, readers: list[str], who: tuple[str, ...]
-) -> None:
+def test_a_draft_layer_that_the_list_leaves_out_is_not_looked_for_packed(tmp_path, readers, who):
     ignore = [*GLM_IGNORE, r"re:model\.(layers\.4|decoder)\..*"]
     path = published.write(tmp_path, published.GLM, ignore, names_of(published.GLM, ignore))
     assert {(one[0], one[2]) for one in about_drafts(path, readers)} == {("error", who)}
@@ -110,7 +105,7 @@ def test_a_draft_layer_that_the_list_leaves_out_is_not_looked_for_packed(
 
 
 @pytest.mark.parametrize("readers", [["vllm"], ["sglang"]])
-def test_what_joins_a_draft_layer_has_no_quantized_layer(tmp_path: Path, readers: list[str]) -> None:
+def test_what_joins_a_draft_layer_has_no_quantized_layer(tmp_path, readers):
     ignore = [*GLM_IGNORE, "model.layers.4.mlp.gate"]
     names = [name for name in names_of(published.GLM, ignore) if not name.startswith(JOINT)]
     path = published.write(tmp_path, published.GLM, ignore, [*names, *published.packed(JOINT)])
@@ -119,7 +114,7 @@ def test_what_joins_a_draft_layer_has_no_quantized_layer(tmp_path: Path, readers
     assert "quantized" in found.message
 
 
-def test_draft_layers_that_sglang_cannot_tell_from_the_model_are_its_error_alone(tmp_path: Path) -> None:
+def test_draft_layers_that_sglang_cannot_tell_from_the_model_are_its_error_alone(tmp_path):
     """Qwen3-Next: it asks by the names of the model's own first layer."""
     config = config_of(CASES["qwen3_next"])
     tree = class_tree(config)
@@ -140,9 +135,7 @@ def test_draft_layers_that_sglang_cannot_tell_from_the_model_are_its_error_alone
     ("readers", "errors"),
     [(None, True), (["vllm"], False), (["transformers"], False), (["sglang", "vllm"], True)],
 )
-def test_what_sglang_alone_cannot_hold_is_an_error_for_it_alone(
-    tmp_path: Path, readers: list[str] | None, errors: bool
-) -> None:
+def test_what_sglang_alone_cannot_hold_is_an_error_for_it_alone(tmp_path, readers, errors):
     """Latent attention in INT4: SGLang reads its dense weights."""
     ignore = ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$"]
     config = {**published.KIMI, "model_type": "deepseek_v3"}

@@ -3,7 +3,6 @@
 import re
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ from support.vllm_answers import ask
 from support.vllm_runs import release as vllm_release
 
 from ckptkit.quant.ignore import matching as rules
-from ckptkit.quant.ignore.names import Matrix, matrices_named
+from ckptkit.quant.ignore.names import matrices_named
 from ckptkit.quant.ignore.readers import (
     KEYS,
     LISTS,
@@ -36,7 +35,7 @@ from ckptkit.quant.ignore.reading import read_list
 from ckptkit.quant.ignore.tree import class_tree
 
 L3, L5 = "model.layers.3", "model.layers.5"
-READERS: Sequence[rules.Rule] = (
+READERS = (
     rules.regex_from_start,  # transformers 5.12
     rules.regex_to_a_dot,  # transformers 5.24
     rules.whole_parts,  # SGLang fp8
@@ -46,7 +45,7 @@ READERS: Sequence[rules.Rule] = (
     rules.regex_or_exact,  # Quark
 )
 # entry, module, is it left unquantized by each of `READERS`
-TABLE: list[tuple[str, str, str]] = [
+TABLE = [
     (f"{L3}.mlp.gate", f"{L3}.mlp.gate", "1111111"),
     (f"{L3}.mlp.gate", f"{L3}.mlp.gate_up_proj", "1000010"),
     ("mlp.gate", f"{L3}.mlp.gate", "1111010"),
@@ -65,14 +64,14 @@ TABLE: list[tuple[str, str, str]] = [
 ]
 
 
-def test_entries_cover_modules_as_listed() -> None:
+def test_entries_cover_modules_as_listed():
     for entry, module, expected in TABLE:
         assert "".join(str(int(rule(entry)(module))) for rule in READERS) == expected, (entry, module)
 
 
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate", "mlp.down_proj")
 ENTRIES = tomllib.loads(Path(__file__).with_name("entries.toml").read_text())
-LISTS_ASKED: list[list[str]] = [
+LISTS_ASKED = [
     [],
     *([entry] for entry, *_ in TABLE),
     *([entry] for entry in ENTRIES["floats"]),
@@ -83,7 +82,7 @@ LISTS_ASKED: list[list[str]] = [
     ["model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"],
     [r"re:.*experts$", r"re:.*v_proj$"],
 ]
-CONTENT: Mapping[str, Mapping[str, Any]] = {
+CONTENT = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp8": {"quant_method": "mxfp8", "activation_scheme": "dynamic"},
     "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -92,7 +91,7 @@ CONTENT: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
+def matrices_of(config):
     tree = class_tree(config)
     return matrices_named([f"{module}.weight" for module in [*tree.others, *sorted(tree.linears)]], tree, config)
 
@@ -107,7 +106,7 @@ class Question:
     answers: dict[str, str]
 
 
-def questions(reader: str) -> list[Question]:
+def questions(reader):
     found = []
     methods = [one for one in CONTENT if not (one == "mxfp8" and reader.startswith("SGLang"))]  # the same class as fp8
     for config, method, entries in product((QWEN, GLM, KIMI), methods, LISTS_ASKED):
@@ -122,7 +121,7 @@ def questions(reader: str) -> list[Question]:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
+def test_vllm_takes_every_list_for_what_the_table_says(tmp_path):
     found = vllm_release()
     reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
     asked = questions(reader)
@@ -130,7 +129,7 @@ def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
     assert differing(asked, answers) == []
 
 
-def differing(asked: Sequence[Question], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:
+def differing(asked, answers):
     return [
         (one.method, one.content, layer, theirs[layer], ours)
         for one, theirs in zip(asked, answers, strict=True)
@@ -143,12 +142,12 @@ SGLANG = "SGLang 0.5.23" if release("sglang") >= (0, 5, 23) else "SGLang 0.5.16"
 
 
 @pytest.mark.sglang
-def test_sglang_takes_every_list_for_what_the_table_says() -> None:
+def test_sglang_takes_every_list_for_what_the_table_says():
     asked = questions(SGLANG)
     assert differing(asked, [in_sglang(one.method, one.content, one.layers) for one in asked]) == []
 
 
-def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def in_sglang(method, content, layers):
     """What SGLang's own configs answer for a layer of each name, asked by their `get_quant_method`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -160,14 +159,14 @@ def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequ
         name.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts] for name, parts in layers.items() if parts
     }
     packed, dense = SimpleNamespace(), SimpleNamespace()
-    classes: dict[str, Any] = {
+    classes = {
         "fp8": fp8.Fp8Config,
         "modelopt fp8": modelopt_quant.ModelOptFp8Config,
         "modelopt fp4": modelopt_quant.ModelOptFp4Config,
     }
     config = None if method == "quark" else classes[method].from_config({**content, "packed_modules_mapping": fused})
 
-    def answer(name: str) -> str:
+    def answer(name):
         kind = FusedMoE if name.endswith(".experts") else LinearBase
         layer = kind.__new__(kind)
         for key in ("use_triton_kernels", "use_flashinfer_trtllm_moe"):
@@ -194,7 +193,7 @@ def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequ
 
 
 @before("transformers", (5, 24), "it ends an entry at a dot")
-def test_transformers_takes_every_entry_for_what_the_table_says() -> None:
+def test_transformers_takes_every_entry_for_what_the_table_says():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = sorted({module for _, module, _ in TABLE} | {f"{L5}.{name}" for name in LINEAR})
@@ -207,7 +206,7 @@ def test_transformers_takes_every_entry_for_what_the_table_says() -> None:
     ] == []
 
 
-def test_every_method_of_the_table_has_keys_and_every_key_is_one_of_them() -> None:
+def test_every_method_of_the_table_has_keys_and_every_key_is_one_of_them():
     for row in LISTS:
         for method in row.methods:
             assert set(row.keys) <= set(KEYS[method]), (row.readers, method)
@@ -218,9 +217,7 @@ _WORD = st.text("ab1._-", max_size=8)
 
 @settings(max_examples=300, deadline=None)
 @given(_WORD, st.lists(_WORD, max_size=6), st.sampled_from(["", ".", "a", ".b"]))
-def test_entries_of_words_and_dots_as_the_regular_expressions_that_they_are(
-    entry: str, names: list[str], more: str
-) -> None:
+def test_entries_of_words_and_dots_as_the_regular_expressions_that_they_are(entry, names, more):
     for name in [*names, entry + more, entry.replace(".", "x") + more, more + entry]:
         start, dotted = re.match(entry, name), re.match(rf"(?:{entry.rstrip('.')})(?:\.|$)", name)
         assert rules.regex_from_start(entry)(name) is (bool(start) or name.endswith(entry)), name
@@ -253,12 +250,12 @@ OUTSIDE |= dict.fromkeys(("mtp.fc", "model.embed_tokens", "lm_head"), "00000")
 RULES = (slime_fp8, miles_fp8, miles_mxfp8, miles_nvfp4, verl_fp8)
 
 
-def test_each_trainer_packs_what_its_code_names() -> None:
+def test_each_trainer_packs_what_its_code_names():
     expected = {f"{L3}.{name}": packed for packed, names in PACKED.items() for name in names} | OUTSIDE
     found = {name: "".join(str(int(rule(f"{name}.weight", {}))) for rule in RULES) for name in expected}
     assert found == expected
 
 
-def test_miles_leaves_the_key_of_an_interleaved_indexer_in_bf16() -> None:
+def test_miles_leaves_the_key_of_an_interleaved_indexer_in_bf16():
     name = f"{L3}.self_attn.indexer.wk.weight"
     assert [rule(name, {"indexer_rope_interleave": True}) for rule in RULES] == [True, False, False, False, False]

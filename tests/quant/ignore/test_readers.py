@@ -2,7 +2,6 @@
 
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,14 @@ from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
-from ckptkit.quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
+from ckptkit.quant.ignore.matching import Names, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
 from ckptkit.quant.ignore.names import names_of_layer
 from ckptkit.quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
 
 L0 = "model.layers.0"
 
 # entry, module, is it ignored by: compressed-tensors, SGLang 0.5.16, SGLang 0.5.23, slime
-TABLE: list[tuple[str, str, str]] = [
+TABLE = [
     ("model.embed_tokens.weight", "model.embed_tokens", "0001"),
     ("model.embed_tokens", "model.embed_tokens", "1111"),
     ("lm_head", "language_model.lm_head", "0110"),
@@ -45,7 +44,7 @@ TABLE: list[tuple[str, str, str]] = [
 ]
 
 
-def test_entries_match_modules_for_each_reader_as_listed() -> None:
+def test_entries_match_modules_for_each_reader_as_listed():
     for entry, module, expected in TABLE:
         readers = (any_part(entry), dotted_ending(entry))
         read = [ignored([module], [entry]), *(rule(module) for rule in readers), prefix(entry)(f"{module}.weight")]
@@ -53,7 +52,7 @@ def test_entries_match_modules_for_each_reader_as_listed() -> None:
 
 
 @pytest.fixture(scope="module")
-def sglang_quantization() -> Any:
+def sglang_quantization():
     """SGLang's compressed-tensors package; importing it warns about what a machine without GPU lacks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -76,7 +75,7 @@ ENTRIES = sorted({row[0] for row in TABLE})
 
 
 @pytest.mark.sglang
-def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any) -> None:
+def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization):
     linear = torch.nn.Linear(1, 1, device="meta")
     for entry in ENTRIES:
         assert ignored(NAMES, [entry]) == {name for name in NAMES if is_match(name, linear, entry)}
@@ -84,7 +83,7 @@ def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization
         assert found == [sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES], entry
 
 
-def test_readers_by_the_name_of_the_option() -> None:
+def test_readers_by_the_name_of_the_option():
     assert readers_of(["slime", "transformers"]) == ("compressed-tensors", "transformers", "slime")
     assert readers_of(ALL_READERS) == INT4_READERS
     with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
@@ -98,7 +97,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj"]
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("mapping", [{}, {"qkv_proj": tuple(ATTENTION)}], ids=["plain", "mapped"])
-def test_fused_layers_as_sglang_itself(sglang_quantization: Any, mapping: dict[str, tuple[str, ...]]) -> None:
+def test_fused_layers_as_sglang_itself(sglang_quantization, mapping):
     layer = f"{L0}.self_attn.qkv_proj"
     lists = [[f"{L0}.self_attn.{name}" for name in ATTENTION], [f"{L0}.self_attn.q_proj"], [layer]]
     lists += [[entry] for entry in ("re:.*self_attn.*", "re:.*(q|k|v)_proj", "re:.*k_proj", "re:.*mlp.*")]
@@ -113,11 +112,11 @@ def test_fused_layers_as_sglang_itself(sglang_quantization: Any, mapping: dict[s
 
 
 @pytest.mark.sglang
-def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_as_sglang_itself(sglang_quantization, monkeypatch):
     config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
-    asked: list[str] = []
+    asked = []
 
-    def record(layer: Any, name: str) -> None:
+    def record(layer, name):
         asked.append(name)
 
     monkeypatch.setattr(config, "get_scheme_dict", record)
@@ -126,7 +125,7 @@ def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.
 
 
 @pytest.mark.sglang
-def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quantization: Any) -> None:
+def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quantization):
     """Neither is an embedding: SGLang looks for a scheme for its Linear layers and experts alone."""
     config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
     assert config.get_quant_method(torch.nn.Embedding(1, 1, device="meta"), "lm_head") is None
@@ -141,6 +140,6 @@ _NAME = _PARTS.map(".".join)
 @pytest.mark.parametrize("rule", [exact, regex_or_exact, prefix, any_part, dotted_ending])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_NAME, max_size=6), _NAME, st.integers(0, 12), st.integers(0, 12))
-def test_any_names_at_once_as_one_by_one(rule: Rule, names: list[str], entry: str, begin: int, end: int) -> None:
+def test_any_names_at_once_as_one_by_one(rule, names, entry, begin, end):
     for one in {entry, *(name[begin : len(name) - end] for name in names)} - {""}:
         assert Names(frozenset(names)).covered(rule, one) == {name for name in names if rule(one)(name)}

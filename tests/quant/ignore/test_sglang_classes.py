@@ -1,10 +1,8 @@
 """Names that SGLang's own classes look up, and what they declare as fused, for every model with INT4 support."""
 
 import warnings
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 import pytest
 from families import HF_CASES
@@ -48,20 +46,20 @@ KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 @cache
-def models_of_sglang(module: str) -> Any:
+def models_of_sglang(module):
     """A module of SGLang's models. Importing it warns about what a machine without a GPU lacks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_module(f"sglang.srt.models.{module}")
 
 
-def config(case: str) -> dict[str, Any]:
+def config(case):
     return config_of(HF_CASES[case])
 
 
-def _built() -> dict[str, str]:
+def _built():
     """The first test model of each other type, with the class that SGLang builds for it without a GPU."""
-    found: dict[str, str] = {}
+    found = {}
     for case in HF_CASES:
         model_type = config(case)["model_type"]
         if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS:
@@ -76,7 +74,7 @@ OUTPUT_LAYER = {"lm_head"} if release("sglang") >= (0, 5, 23) else set()
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+def built(tmp_path_factory):
     lost = sorted(set(BUILT.values()) - models_of_sglang("registry").ModelRegistry.models.keys())
     assert not lost, f"SGLang has no class {lost}: add the model_type to RUN_BY_TRANSFORMERS of quant/formats/groups.py"
     configs = {}
@@ -89,9 +87,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, An
 
 
 @pytest.mark.parametrize("case", list(BUILT))
-def test_a_built_class_looks_up_and_declares_what_is_known_of_it(
-    built: Mapping[str, dict[str, Any]], case: str
-) -> None:
+def test_a_built_class_looks_up_and_declares_what_is_known_of_it(built, case):
     """If no list entry names a fused layer, mapped layers are split after the look-up recorded here."""
     content = config(case)
     tree, known = class_tree(content), CLASSES[content["model_type"]]
@@ -112,14 +108,14 @@ def test_a_built_class_looks_up_and_declares_what_is_known_of_it(
     assert built[case]["class"] == BUILT[case]
 
 
-def test_the_vision_tower_of_gemma_is_looked_up(built: Mapping[str, dict[str, Any]]) -> None:
+def test_the_vision_tower_of_gemma_is_looked_up(built):
     root = "vision_tower.vision_model.encoder.layers.0.self_attn"
     names = {f"{root}.q_proj.weight", f"{root}.out_proj.weight"}
     layers = {matrix.sglang for matrix in matrices_named(names, class_tree(config("gemma3")), config("gemma3"))}
     assert layers <= set(built["gemma3"]["names"])
 
 
-def declared_by(module: str, name: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def declared_by(module, name, known):
     """What a class declares, and what each instance adds, as shown above on DeepSeek V3."""
     cls = getattr(models_of_sglang(module), name)
     declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
@@ -128,11 +124,11 @@ def declared_by(module: str, name: str, known: Mapping[str, tuple[str, ...]]) ->
 
 
 @pytest.mark.parametrize("model_type", list(DECLARED))
-def test_what_the_other_classes_declare(model_type: str) -> None:
+def test_what_the_other_classes_declare(model_type):
     assert declared_by(*DECLARED[model_type], PACKED[model_type]) == PACKED[model_type]
 
 
-def test_entries_as_the_classes_rewrite_them() -> None:
+def test_entries_as_the_classes_rewrite_them():
     known = models_of_sglang("registry").ModelRegistry.models
     classes = {config(case)["model_type"]: name for case, name in BUILT.items()}
     classes |= {model_type: name for model_type, (_, name) in DECLARED.items()}
@@ -144,7 +140,7 @@ def test_entries_as_the_classes_rewrite_them() -> None:
         assert [CLASSES[model_type].entry(entry) for entry in entries] == expected, model_type
 
 
-def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
+def test_models_without_a_class_are_those_of_sglangs_registry():
     """Of classes by another name than the release's, that of the release counts: SGLang has one for each but these."""
     known = models_of_sglang("registry").ModelRegistry.models.keys()
     named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES}
@@ -159,7 +155,7 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
     assert list(rewritten) == ["model.Linear", "model.re:.*proj$", "model.layers.0.self_attn.q_proj"]
 
 
-def test_every_model_that_is_converted_is_known() -> None:
+def test_every_model_that_is_converted_is_known():
     assert CLASSES.keys() == FAMILIES.keys() - WITHOUT_INT4
     built = {config(case)["model_type"] for case in BUILT}
     assert built | DECLARED.keys() | BY_TRANSFORMERS == CLASSES.keys()
@@ -181,7 +177,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("model_type", DRAFTS)
-def test_what_a_draft_class_declares(model_type: str) -> None:
+def test_what_a_draft_class_declares(model_type):
     """As the class of the model, or nothing at all."""
     own = PACKED[model_type]
     declared = declared_by(*DRAFTS[model_type], own)

@@ -3,10 +3,8 @@
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import PathOf
 from support.published import GLM, QWEN, quantization, write
 from support.vllm_answers import ask
 from support.vllm_runs import release
@@ -27,7 +25,7 @@ MODELS = ("qwen3-untied", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_each_layer_is_read_as_vllm_reads_it(releases: PathOf, tmp_path: Path) -> None:
+def test_each_layer_is_read_as_vllm_reads_it(releases, tmp_path):
     """vLLM's classes are built from a config alone, and asked which of their layers each list packs."""
     found = release()
     reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
@@ -47,7 +45,7 @@ def test_each_layer_is_read_as_vllm_reads_it(releases: PathOf, tmp_path: Path) -
     assert wrong == []
 
 
-def read_as(reader: str, config: dict[str, Any], ignore: list[str], targets: list[str]) -> dict[str, str]:
+def read_as(reader, config, ignore, targets):
     """What ckptkit predicts of each layer that it takes this reader to ask about."""
     tree = class_tree(config)
     matrices = matrices_named([f"{module}.weight" for module in sorted([*tree.linears, *tree.others])], tree, config)
@@ -58,7 +56,7 @@ def read_as(reader: str, config: dict[str, Any], ignore: list[str], targets: lis
 
 
 @pytest.mark.parametrize(("config", "answer"), [(QWEN, "packs"), (GLM, "keeps")], ids=["Qwen3-MoE", "GLM-4.5"])
-def test_a_router_that_no_entry_names(config: dict[str, Any], answer: str) -> None:
+def test_a_router_that_no_entry_names(config, answer):
     """vLLM's `qwen3_moe.py` gives its gate the config of quantization; `glm4_moe.py` makes a plain Linear of it."""
     tree = class_tree(config)
     gate = min(name for name in [*tree.linears, *tree.others] if tree.is_router(name))

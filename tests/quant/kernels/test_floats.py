@@ -1,6 +1,5 @@
 """Codes and scales of FP8 and E2M1: by hand, torch's and ml_dtypes' conversion, transformers, compressed-tensors."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,11 +14,10 @@ from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from support.processes import python
 from support.quant_weights import DTYPES, hard_weights
-from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS
 from ckptkit.quant.kernels.floats import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
@@ -44,7 +42,7 @@ BY_HAND = [
 ]
 
 
-def ragged(dtype: torch.dtype) -> Tensor:
+def ragged(dtype):
     """Matrices of every kind, and sides that 128 and 32 do not divide."""
     weight = torch.cat([hard_weights(dtype, 300)[:-1] for _ in range(5)])
     weight[:128, :128] = 0
@@ -52,11 +50,11 @@ def ragged(dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def same(left, right):
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def test_blocks_have_the_bits_that_their_writers_give_them() -> None:
+def test_blocks_have_the_bits_that_their_writers_give_them():
     for rounding, weights, scale, codes in BY_HAND:
         found = quantize_fp8(torch.tensor(weights).bfloat16(), (128, 128), rounding, "a")
         assert found.scales.view(torch.int32).tolist() == [[scale]], rounding
@@ -72,14 +70,14 @@ def test_blocks_have_the_bits_that_their_writers_give_them() -> None:
         ([448.0, 2.0**-9, -(2.0**-10), 3 * 2.0**-10], 127, "7e018002"),
     ],
 )
-def test_mxfp8_has_the_exponent_and_codes_of_its_writers(weights: list[float], exponent: int, codes: str) -> None:
+def test_mxfp8_has_the_exponent_and_codes_of_its_writers(weights, exponent, codes):
     found = quantize_fp8(torch.tensor([weights]).bfloat16(), (1, 32), "modelopt", "a")
     assert found.scales.dtype == torch.uint8
     assert found.scales.tolist() == [[exponent]]
     assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes
 
 
-def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:
+def test_every_float_is_rounded_to_a_code_as_torch_does():
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
     values = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (values[:-1] + values[1:]) / 2
@@ -92,7 +90,7 @@ def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_transformers_rounding_is_what_it_writes_itself(dtype: torch.dtype) -> None:
+def test_transformers_rounding_is_what_it_writes_itself(dtype):
     weight = hard_weights(dtype, 256)[:32].repeat(8, 1)
     config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
     wanted = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": weight})
@@ -103,7 +101,7 @@ def test_transformers_rounding_is_what_it_writes_itself(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 @pytest.mark.parametrize("strategy", ["block", "channel"])
-def test_compressed_tensors_rounding_is_what_it_writes_itself(strategy: str, dtype: torch.dtype) -> None:
+def test_compressed_tensors_rounding_is_what_it_writes_itself(strategy, dtype):
     weight = hard_weights(dtype, 384)[:32].repeat(8, 1)
     blocks = {"block_structure": [128, 128]} if strategy == "block" else {}
     args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, **blocks)
@@ -123,12 +121,12 @@ EIGHT_BIT = [name for name, one in ROUNDINGS.items() if not one.four_bit]
 NVFP4_WRITERS = ["modelopt", WRITER]
 
 
-def nibbles(codes: Tensor) -> Tensor:
+def nibbles(codes):
     """One code each, the low half of a byte first."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
-def group(*numbers: float) -> Tensor:
+def group(*numbers):
     return torch.tensor([[*numbers, *[0.0] * (32 - len(numbers))]]).bfloat16()
 
 
@@ -143,16 +141,14 @@ def group(*numbers: float) -> Tensor:
         ((1e-38, -1e-38), 0, "3b"),
     ],
 )
-def test_a_group_has_the_exponent_and_codes_of_its_writer(
-    numbers: tuple[float, ...], exponent: int, codes: str
-) -> None:
+def test_a_group_has_the_exponent_and_codes_of_its_writer(numbers, exponent, codes):
     found = quantize_mxfp4(group(*numbers), "a")
     assert found.scales.tolist() == [[exponent]]
     assert "".join(f"{code:x}" for code in nibbles(found.codes)[0, : len(codes)].tolist()) == codes
 
 
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_mxfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> None:
+def test_mxfp4_is_what_compressed_tensors_packs_itself(dtype):
     """Not of float16: there its scales below 2^-24 become 1, and their weights zero."""
     args = MXFP4A16["weights"]
     weight = hard_weights(dtype, 512)
@@ -165,7 +161,7 @@ def test_mxfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> No
     assert torch.equal(found.scales, wanted["weight_scale"])
 
 
-def test_the_largest_weights_stay_finite() -> None:
+def test_the_largest_weights_stay_finite():
     """compressed-tensors gives them a scale of NaN, byte 255."""
     found = quantize_mxfp4(group(torch.finfo(torch.bfloat16).max, -1e38), "a")
     assert found.scales.tolist() == [[252]]
@@ -176,7 +172,7 @@ def test_the_largest_weights_stay_finite() -> None:
 LARGEST = torch.zeros(1, 16).index_fill_(1, torch.tensor([0]), 6 * 448)
 
 
-def in_groups(numbers: Tensor) -> Tensor:
+def in_groups(numbers):
     """A row for each number, which begins with a 6: the scale is 1."""
     weight = torch.zeros(len(numbers), 16, dtype=numbers.dtype)
     weight[:, 0], weight[:, 1] = 6, numbers
@@ -184,7 +180,7 @@ def in_groups(numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("writer", NVFP4_WRITERS)
-def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer: str) -> None:
+def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer):
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     numbers = every[every.abs() <= 6]
     both = [LARGEST.bfloat16(), in_groups(numbers)]
@@ -198,7 +194,7 @@ def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer: str) -> No
 
 
 @pytest.mark.parametrize("writer", NVFP4_WRITERS)
-def test_scales_are_the_nearest_float8(writer: str) -> None:
+def test_scales_are_the_nearest_float8(writer):
     """Of every positive bfloat16 up to 448, each the sixth part of a group's largest weight."""
     every = torch.arange(1, 1 << 15).to(torch.int16).view(torch.bfloat16)
     scales = every[every <= 448].float()
@@ -211,7 +207,7 @@ def test_scales_are_the_nearest_float8(writer: str) -> None:
 
 
 @pytest.mark.parametrize(("writer", "zeros", "tiny"), [("modelopt", 0x38, 0x01), (WRITER, 0x20, 0x20)])
-def test_a_group_of_zeros_has_its_writers_scale(writer: str, zeros: int, tiny: int) -> None:
+def test_a_group_of_zeros_has_its_writers_scale(writer, zeros, tiny):
     weight = torch.zeros(3, 16)
     weight[0, 0], weight[1, 0], weight[1, 1], weight[2, 3] = 2688, 2e-3, -2e-3, -0.0
     (found,), _ = quantize_nvfp4([weight], writer, ["a"])
@@ -222,7 +218,7 @@ def test_a_group_of_zeros_has_its_writers_scale(writer: str, zeros: int, tiny: i
 
 @pytest.mark.parametrize("writer", NVFP4_WRITERS)
 @pytest.mark.parametrize("largest", [0.0, 1e-40])
-def test_a_set_of_zeros_keeps_a_scale_that_is_one(writer: str, largest: float) -> None:
+def test_a_set_of_zeros_keeps_a_scale_that_is_one(writer, largest):
     """Of zeros alone ModelOpt would give a scale of 0 and NaN in every group."""
     both = [torch.zeros(2, 32), torch.full((1, 16), largest)]
     found, second = quantize_nvfp4(both, writer, ["a", "b"])
@@ -233,7 +229,7 @@ def test_a_set_of_zeros_keeps_a_scale_that_is_one(writer: str, largest: float) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_nvfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> None:
+def test_nvfp4_is_what_compressed_tensors_packs_itself(dtype):
     """Of three weights that share a scale. Not of float16, in which compressed-tensors' scale overflows."""
     args = NVFP4A16["weights"]
     torch.manual_seed(2)
@@ -251,17 +247,17 @@ def test_nvfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> No
         assert torch.equal(ours.scales.view(torch.uint8), wanted["weight_scale"].view(torch.uint8))
 
 
-def in_nvfp4(writer: str, weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weight:
+def in_nvfp4(writer, weight, name, *, kernel=True):
     """As the last of several weights that share a scale."""
     (_, found), second = quantize_nvfp4([torch.ones_like(weight), weight], writer, ["other", name], kernel=kernel)
     return found._replace(scales=torch.cat([found.scales.float().flatten(), second.flatten()]))
 
 
-def in_fp8(block: tuple[int, int | None], rounding: str, weight: Tensor, name: str, **how: bool) -> Fp8Weight:
+def in_fp8(block, rounding, weight, name, **how):
     return quantize_fp8(weight, block, rounding, name, **how)
 
 
-FORMATS: dict[str, Callable[..., Fp8Weight]] = {
+FORMATS = {
     **{f"fp8 {rounding} {block}": partial(in_fp8, block, rounding) for rounding in EIGHT_BIT for block in BLOCKS},
     "mxfp4": quantize_mxfp4,
     **{f"nvfp4 {writer}": partial(in_nvfp4, writer) for writer in NVFP4_WRITERS},
@@ -270,7 +266,7 @@ FEW = [name for name in FORMATS if "fp8" not in name or "online" in name]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
+def test_the_kernel_gives_the_bits_of_plain_torch(dtype):
     for name, quantize in FORMATS.items():
         weight = ragged(dtype) if "fp8" in name else torch.cat([hard_weights(dtype, 320) for _ in range(5)])
         found, wanted = (quantize(weight, "a", kernel=kernel) for kernel in (True, False))
@@ -279,7 +275,7 @@ def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_what_has_no_codes_is_refused_by_name_and_an_empty_matrix_is_not(name: str) -> None:
+def test_what_has_no_codes_is_refused_by_name_and_an_empty_matrix_is_not(name):
     quantize = FORMATS[name]
     for value in (float("nan"), float("inf"), -float("inf")):
         weight = torch.ones(130, 160, dtype=torch.bfloat16)
@@ -295,13 +291,13 @@ def test_what_has_no_codes_is_refused_by_name_and_an_empty_matrix_is_not(name: s
 
 
 @pytest.mark.parametrize(("name", "groups"), [("mxfp4", 32), ("nvfp4 modelopt", 16)])
-def test_columns_that_groups_do_not_divide_are_refused(name: str, groups: int) -> None:
+def test_columns_that_groups_do_not_divide_are_refused(name, groups):
     with pytest.raises(CkptkitError, match=f"24.*{groups}"):
         FORMATS[name](torch.ones(4, 24), "a.weight")
 
 
 @pytest.mark.nightly
-def test_the_triton_kernel_gives_the_bytes_of_the_formulas_and_marks_what_is_not_finite() -> None:
+def test_the_triton_kernel_gives_the_bytes_of_the_formulas_and_marks_what_is_not_finite():
     """Without a GPU: in Triton's interpreter, which a process chooses when it starts."""
     pytest.importorskip("triton")
     done = python("-W", "ignore", "-m", "support.triton_floats", TRITON_INTERPRET="1")

@@ -3,19 +3,14 @@
 import json
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support import models, quantized
 from support.engine_models import saved
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.online_model import GLM, GROUP, KIMI, QWEN, config, flat, names_of, quantizer, release, same
-from torch import Tensor
 
 import ckptkit.quant.online.form
 from ckptkit.app.api import quantize
@@ -28,7 +23,7 @@ from ckptkit.quant.schemes.floats import FloatScheme
 from ckptkit.verify.evidence.extremes import same_bytes
 
 
-def test_parts_come_in_order_and_are_what_compressed_tensors_makes() -> None:
+def test_parts_come_in_order_and_are_what_compressed_tensors_makes():
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     weight = release()[name]
     parts, _ = quantized.int4(strategy="group", group_size=GROUP, symmetric=True)(weight)
@@ -37,7 +32,7 @@ def test_parts_come_in_order_and_are_what_compressed_tensors_makes() -> None:
     same(dict(bucket), {f"{name}{ending}": part for ending, part in parts.items()})
 
 
-def test_everything_else_passes_untouched_under_its_own_name() -> None:
+def test_everything_else_passes_untouched_under_its_own_name():
     """Router and embeddings without an entry (D3), `.weight` inside a name, a draft layer (D8), a convolution (D9)."""
     convolution = "model.layers.0.linear_attn.conv1d.weight"
     tensors = release() | {"model.layers.2.eh_proj.weight": torch.ones(8, 16), convolution: torch.ones(8, 1, 4)}
@@ -49,7 +44,7 @@ def test_everything_else_passes_untouched_under_its_own_name() -> None:
 
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
-def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: PathOf, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_ckptkit_quantize(grid, releases, tmp_path):
     quantize(releases("glm4_moe"), tmp_path / "int4", QuantScheme(GROUP, grid, GLM))
     stored = models.tensors(tmp_path / "int4")
     assert sum(name.endswith("_packed") for name in stored) == 10 * 12 * 3  # two of twelve layers are dense
@@ -58,7 +53,7 @@ def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: PathOf, tm
         same(flat(online.stream(models.tensors(releases("glm4_moe")).items())), stored)
 
 
-def test_a_grid_that_the_config_does_not_say_can_be_given() -> None:
+def test_a_grid_that_the_config_does_not_say_can_be_given():
     foreign = config()
     foreign["quantization_config"]["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
@@ -71,11 +66,11 @@ def test_a_grid_that_the_config_does_not_say_can_be_given() -> None:
     assert not torch.equal(one[0][1], other[0][1])
 
 
-def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch):
+    calls = []
     fake = SimpleNamespace(words=torch.zeros(1), scale=torch.zeros(1))
 
-    def count(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Any]:
+    def count(weights, scheme, names):
         calls.append(len(names))
         return [fake for _ in weights]
 
@@ -91,7 +86,7 @@ def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch: pytest.M
     assert roots == [{"model.layers.0"}, {"model.layers.1"}]
 
 
-def test_siblings_come_together_whatever_stands_between_them() -> None:
+def test_siblings_come_together_whatever_stands_between_them():
     names = [f"model.layers.0.self_attn.{name}_proj.{leaf}" for leaf in ("weight", "bias") for name in "qkvo"]
     names += [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
     names += [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -111,7 +106,7 @@ def test_siblings_come_together_whatever_stands_between_them() -> None:
     ]
 
 
-def test_a_bound_on_waiting_bytes_splits_a_layer() -> None:
+def test_a_bound_on_waiting_bytes_splits_a_layer():
     """Three matrices of 16 KiB wait, the fourth is one too many; q_a_proj waits all the same."""
     tensors = release()
     experts = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp.experts" in name}
@@ -123,7 +118,7 @@ def test_a_bound_on_waiting_bytes_splits_a_layer() -> None:
     assert [len(bucket) for bucket in quantizer(waiting_bytes=0).begin().add(experts.items())] == [27]
 
 
-def test_nothing_is_kept_once_it_came_out() -> None:
+def test_nothing_is_kept_once_it_came_out():
     session = quantizer().begin()
     tensors = {name: tensor for name, tensor in release().items() if "layers.0.mlp.experts" in name}
     kept = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
@@ -132,7 +127,7 @@ def test_nothing_is_kept_once_it_came_out() -> None:
     assert [reference() for reference in kept] == [None] * 9
 
 
-def test_ranks_can_share_an_update() -> None:
+def test_ranks_can_share_an_update():
     tensors = release()
     first, second = quantizer().begin(), quantizer().begin()
     third = {name: tensor for name, tensor in tensors.items() if ".experts.2." in name}
@@ -147,14 +142,14 @@ def test_ranks_can_share_an_update() -> None:
     ("theirs", "ours"),
     [("model.", "model.language_model."), ("model.", "language_model.model."), ("model.language_model.", "model.")],
 )
-def test_names_are_matched_in_the_checkpoints_namespace(theirs: str, ours: str) -> None:
+def test_names_are_matched_in_the_checkpoints_namespace(theirs, ours):
     head = "language_model.lm_head" if "language" in ours else "lm_head"
     reference = [name.replace("lm_head", head) for name in release(ours)]
     online = OnlineQuantizer(config(), names_of(reference))
     assert flat(online.stream(release(theirs).items())).keys() == set(names_of(reference))
 
 
-def test_without_a_reference_the_classes_decide(releases: PathOf, tmp_path: Path) -> None:
+def test_without_a_reference_the_classes_decide(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(GROUP, "qmax7", QWEN))
     config = HfCheckpoint(tmp_path / "int4").config
     source = models.tensors(releases("qwen3_moe"))
@@ -163,7 +158,7 @@ def test_without_a_reference_the_classes_decide(releases: PathOf, tmp_path: Path
         OnlineQuantizer(config).quantize([("model.layers.0.mlp.experts.0.w1.weight", torch.zeros(8, 32))])
 
 
-def test_the_hooks_of_the_trainers_send_the_same_and_name_what_was_not_sent(tmp_path: Path) -> None:
+def test_the_hooks_of_the_trainers_send_the_same_and_name_what_was_not_sent(tmp_path):
     """One parameter at a time, by a directory with config and index, as the trainers' --hf-checkpoint."""
     (tmp_path / "config.json").write_text(json.dumps(config()))
     weight_map = dict.fromkeys(names_of(release()), "model-00001-of-00001.safetensors")
@@ -180,7 +175,7 @@ def test_the_hooks_of_the_trainers_send_the_same_and_name_what_was_not_sent(tmp_
         part.finish()
 
 
-CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
@@ -189,7 +184,7 @@ NAME = "model.layers.0.self_attn.o_proj.weight"
     [("mla", FloatScheme("fp8-block")), ("dense", FloatScheme("fp8-block", "deepgemm")), ("moe", FloatScheme("mxfp8"))],
     ids=lambda value: value if isinstance(value, str) else f"{value.name} {value.formula}",
 )
-def test_an_update_has_the_bytes_of_the_file(model: str, scheme: FloatScheme, tmp_path: Path) -> None:
+def test_an_update_has_the_bytes_of_the_file(model, scheme, tmp_path):
     source = saved(model, tmp_path)
     quantize(source, tmp_path / "served", scheme)
     config = json.loads((tmp_path / "served" / "config.json").read_text())
@@ -200,7 +195,7 @@ def test_an_update_has_the_bytes_of_the_file(model: str, scheme: FloatScheme, tm
     assert all(same_bytes(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_scale_follows_its_weight_and_what_is_not_fp8_passes() -> None:
+def test_a_scale_follows_its_weight_and_what_is_not_fp8_passes():
     online = OnlineQuantizer(CONFIG, [NAME, f"{NAME}_scale_inv", "lm_head.weight"])
     weight, head = torch.ones(130, 256).bfloat16(), torch.ones(8, 256).bfloat16()
     bucket = online.quantize([("lm_head.weight", head), (NAME, weight)])
@@ -212,7 +207,7 @@ def test_a_scale_follows_its_weight_and_what_is_not_fp8_passes() -> None:
     assert bucket[0][1].data_ptr() == head.data_ptr()
 
 
-def test_a_part_of_the_weights_may_be_sent_but_no_half_of_what_an_engine_joins() -> None:
+def test_a_part_of_the_weights_may_be_sent_but_no_half_of_what_an_engine_joins():
     parts = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
     online = OnlineQuantizer(CONFIG, [*parts, *(f"{name}_scale_inv" for name in parts), NAME, f"{NAME}_scale_inv"])
     weight = torch.ones(128, 128).bfloat16()
@@ -235,13 +230,13 @@ def test_a_part_of_the_weights_may_be_sent_but_no_half_of_what_an_engine_joins()
         ({"activation_scheme": "static"}, "activation_scheme 'static'"),
     ],
 )
-def test_what_trainers_do_not_send_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_trainers_do_not_send_is_refused(change, message):
     config = {"quantization_config": CONFIG["quantization_config"] | change}
     with pytest.raises(CkptkitError, match=message):
         OnlineQuantizer(config, [NAME, f"{NAME}_scale_inv"])
 
 
-def test_a_reference_is_needed_must_be_in_fp8_and_have_the_tensor() -> None:
+def test_a_reference_is_needed_must_be_in_fp8_and_have_the_tensor():
     with pytest.raises(CkptkitError, match="config"):
         OnlineQuantizer(CONFIG)
     with pytest.raises(CkptkitError, match="_scale_inv"):
@@ -264,7 +259,7 @@ OUTPUT_PACKED = config([entry for entry in KIMI if "self_attn" not in entry])
 SECOND_LAYER_LEFT = config([*KIMI, r"re:.*layers\.1\.mlp\.experts.*"])
 
 
-def in_two_groups() -> dict[str, Any]:
+def in_two_groups():
     """D7: slime reads the first one only."""
     both = config()
     groups = both["quantization_config"]["config_groups"]
@@ -290,15 +285,13 @@ def in_two_groups() -> dict[str, Any]:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_sglang_cannot_load_online_is_refused(
-    config: Mapping[str, Any], reference: Iterable[str], message: str, hint: str
-) -> None:
+def test_what_sglang_cannot_load_online_is_refused(config, reference, message, hint):
     with pytest.raises(CkptkitError, match=message) as caught:
         OnlineQuantizer(config, reference)
     assert re.search(hint, caught.value.hint or "")
 
 
-def test_a_draft_layer_that_ignore_does_not_cover_may_be_plain() -> None:
+def test_a_draft_layer_that_ignore_does_not_cover_may_be_plain():
     in_a_draft_layer = config() | {"num_hidden_layers": 1}
     OnlineQuantizer(in_a_draft_layer, FIRST_LAYER)
     quantization = in_a_draft_layer["quantization_config"]
@@ -318,12 +311,12 @@ TWO_ROOTS = [*names_of(release("language_model.model.")), *names_of(release("mod
         ("model.layers.0.mlp.gate.weight", (3, 128), TWO_ROOTS),  # it may mean two tensors
     ],
 )
-def test_unknown_names_are_refused(name: str, shape: tuple[int, ...], reference: list[str]) -> None:
+def test_unknown_names_are_refused(name, shape, reference):
     with pytest.raises(CkptkitError, match=re.escape(name)):
         OnlineQuantizer(config(), reference).quantize([(name, torch.zeros(shape, dtype=torch.bfloat16))])
 
 
-def test_a_shard_of_a_tensor_is_refused(releases: PathOf, tmp_path: Path) -> None:
+def test_a_shard_of_a_tensor_is_refused(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(GROUP, "qmax7", QWEN))
     online = OnlineQuantizer(HfCheckpoint(tmp_path / "int4").config, tmp_path / "int4")
     for name, shape, whole in ((EXPERT, (48, 128), (96, 128)), ("self_attn.o_proj.weight", (128, 160), (128, 320))):
@@ -332,14 +325,14 @@ def test_a_shard_of_a_tensor_is_refused(releases: PathOf, tmp_path: Path) -> Non
         assert error.value.message == text_with(f"model.layers.0.{name} {list(shape)} {list(whole)}")
 
 
-def test_broken_weights_are_named() -> None:
+def test_broken_weights_are_named():
     tensors = release()
     tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = torch.nan
     with pytest.raises(CkptkitError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight .*NaN"):
         list(quantizer().stream(tensors.items()))
 
 
-def test_a_tensor_that_comes_twice_or_after_the_end_is_refused() -> None:
+def test_a_tensor_that_comes_twice_or_after_the_end_is_refused():
     session, norm = quantizer().begin(), "model.norm.weight"
     session.add(release().items())
     with pytest.raises(CkptkitError, match=r"model\.norm\.weight .*twice"):
@@ -358,7 +351,7 @@ def test_a_tensor_that_comes_twice_or_after_the_end_is_refused() -> None:
         ("layers.1.self_attn.kv_a", r"model\.layers\.1\.self_attn\.q_a_proj\.weight"),
     ],
 )
-def test_an_update_that_leaves_experts_or_a_sibling_out_is_refused(left_out: str, message: str) -> None:
+def test_an_update_that_leaves_experts_or_a_sibling_out_is_refused(left_out, message):
     session = quantizer().begin()
     session.add((name, tensor) for name, tensor in release().items() if left_out not in name)
     with pytest.raises(CkptkitError, match=message):

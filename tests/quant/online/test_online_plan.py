@@ -6,11 +6,10 @@ The kernels are replaced by the formulas, so that no GPU is needed; tests/gpu/te
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ EXPERTS = 100
 SHAPES = {"gate_proj": (16, 64), "up_proj": (16, 64), "down_proj": (64, 32)}
 
 
-def layer(seed: int = 0, dtype: torch.dtype = torch.bfloat16, experts: int = EXPERTS) -> Named:
+def layer(seed=0, dtype=torch.bfloat16, experts=EXPERTS):
     """Experts of two sizes, and a router after the first of them."""
     draw = torch.Generator().manual_seed(seed)
     named = [
@@ -45,7 +44,7 @@ def layer(seed: int = 0, dtype: torch.dtype = torch.bfloat16, experts: int = EXP
     return [*named[:5], ("model.layers.0.mlp.gate.weight", torch.ones(experts, 64)), *named[5:]]
 
 
-def expected(named: Named) -> dict[str, Tensor]:
+def expected(named):
     found = {}
     for name, tensor in named:
         if ".experts." not in name:
@@ -64,7 +63,7 @@ class Formula:
     formula: Callable[[Tensor], tuple[Tensor, Tensor]]
     launches: list[int]
 
-    def start(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], bad: Tensor) -> None:
+    def start(self, weights, outputs, bad):
         self.launches.append(len(weights))
         for place, weight in enumerate(weights):
             try:
@@ -76,20 +75,20 @@ class Formula:
                 output.view(len(weights), -1)[place] = part.flatten()
 
 
-def int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+def int4(weight):
     codes, scale, _ = quantize(weight, QuantScheme(GROUP, "minmax"))
     return pack(codes), scale
 
 
-def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def fp8(weight):
     return quantize_fp8(weight, (128, 128), "online", "a")
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(monkeypatch):
     from ckptkit.quant.online import cuda as online_cuda
 
-    found: list[int] = []
+    found = []
     for form, formula in ((Int4Form, int4), (Fp8Form, fp8)):
         launcher = partial(lambda formula, weight: Formula(weight.numel(), formula, found), formula)
         monkeypatch.setattr(form, "launcher", staticmethod(launcher))
@@ -107,11 +106,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def quantizer(named: Iterable[tuple[str, Tensor]]) -> OnlineQuantizer:
+def quantizer(named):
     return OnlineQuantizer(config(), names_of([name for name, _ in named]))
 
 
-def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas(launches: list[int]) -> None:
+def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas(launches):
     """Each size of matrix is a launch."""
     online = quantizer(layer())
     for seed in range(3):
@@ -125,8 +124,8 @@ def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas(la
 
 
 @pytest.mark.usefixtures("launches")
-def test_names_are_decided_once_and_not_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_names_are_decided_once_and_not_at_every_call(monkeypatch):
+    asked = []
     name = Served.name
     monkeypatch.setattr(Served, "name", lambda self, *what: asked.append(what[0]) or name(self, *what))
     online = quantizer(layer())
@@ -136,7 +135,7 @@ def test_names_are_decided_once_and_not_at_every_call(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("launches")
-def test_other_tensors_and_other_orders_are_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_and_other_orders_are_worked_out_anew(monkeypatch):
     online = quantizer(layer())
     for named in (layer(), layer(dtype=torch.float32), [layer()[0], *layer()[:0:-1]], layer(1)):
         bucket = online.quantize(named)
@@ -148,7 +147,7 @@ def test_other_tensors_and_other_orders_are_worked_out_anew(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("place", [0, 150, 300])
-def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> None:
+def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place):
     online = quantizer(layer())
     broken = layer()
     for at in {place, 300}:
@@ -161,7 +160,7 @@ def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> Non
 
 
 @pytest.mark.usefixtures("launches")
-def test_what_was_quantized_is_not_kept_after_a_look_and_what_passes_is_not_copied() -> None:
+def test_what_was_quantized_is_not_kept_after_a_look_and_what_passes_is_not_copied():
     online, named = quantizer(layer()), layer()
     online.quantize(layer())
     kept = [weakref.ref(tensor.untyped_storage()) for _, tensor in named if tensor.dtype == torch.bfloat16]
@@ -174,37 +173,35 @@ def test_what_was_quantized_is_not_kept_after_a_look_and_what_passes_is_not_copi
 
 
 @pytest.mark.usefixtures("launches")
-def test_a_result_is_read_like_a_list_and_pickled_as_one() -> None:
+def test_a_result_is_read_like_a_list_and_pickled_as_one():
     bucket = quantizer(layer()).quantize(layer())
     pairs = [*bucket]
     assert bucket[3] is pairs[3]
     assert bucket[-2:] == pairs[-2:]
     assert [pair[0] for pair in reversed(bucket)] == [name for name, _ in pairs[::-1]]
     before = [("lm_head.weight", torch.zeros(1))]
-    assert before + bucket == [*before, *pairs]  # type: ignore[operator]
-    assert bucket + before == [*pairs, *before]  # type: ignore[operator]
+    assert before + bucket == [*before, *pairs]
+    assert bucket + before == [*pairs, *before]
     again = pickle.loads(pickle.dumps(bucket))
     assert type(again) is list
     same(dict(again), dict(pairs))
 
 
-FP8: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
-def in_fp8(named: Named) -> OnlineQuantizer:
+def in_fp8(named):
     scales = [f"{name}_scale_inv" for name, _ in named if ".experts." in name]
     return OnlineQuantizer(FP8, [*(name for name, _ in named), *scales])
 
 
-def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(
-    launches: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(launches, monkeypatch):
     monkeypatch.setitem(SHAPES, "gate_proj", (130, 200))
     monkeypatch.setitem(SHAPES, "down_proj", (200, 130))
     scales = [f"{name}_scale_inv" for name, _ in layer() if ".experts." in name]
     online = OnlineQuantizer(FP8, [*(name for name, _ in layer()), *scales])
     for seed in range(2):
-        wanted: dict[str, Tensor] = {}
+        wanted = {}
         for name, tensor in layer(seed):
             made = fp8(tensor) if ".experts." in name else (tensor,)
             wanted |= zip((name, f"{name}_scale_inv"), made, strict=False)
@@ -218,7 +215,7 @@ def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(
         list(online.quantize(broken))
 
 
-def test_few_matrices_come_as_a_list(launches: list[int]) -> None:
+def test_few_matrices_come_as_a_list(launches):
     named = layer(experts=4)
     bucket = quantizer(named).quantize(named)
     assert isinstance(bucket, list)

@@ -4,14 +4,11 @@ Configs and zero points go through SGLang's own code, in a process of its own.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import online_runs, quantized
-from support.fixture_types import PathOf
 from support.forking import run_script
 from support.messages import text_with
 from support.sglang_runs import int4_config
@@ -31,7 +28,7 @@ FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def reports(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(releases, tmp_path_factory):
     root = tmp_path_factory.mktemp("online")
     quantize(releases("qwen3_moe"), root / "qwen3_moe", QuantScheme(GROUP, "qmax7", (ATTENTION,)))
     quantize(releases("glm4_moe"), root / "glm4_moe", QuantScheme(GROUP, "minmax", (ATTENTION, DENSE, SHARED)))
@@ -47,14 +44,14 @@ def reports(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_updates_leave_what_was_loaded_from_disk(family: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_two_updates_leave_what_was_loaded_from_disk(family, reports):
     report = reports[family]
     assert report["parameters"] > 100
     assert report["repacked"] == ["w13_weight_packed", "w2_weight_packed"]
     assert report["updates"] == [[[], []], [[], []]]
 
 
-def test_what_goes_wrong_in_an_update_is_seen_and_a_whole_one_mends_it(reports: dict[str, dict[str, Any]]) -> None:
+def test_what_goes_wrong_in_an_update_is_seen_and_a_whole_one_mends_it(reports):
     broken = reports["qwen3_moe"]
     weights = [f"model.layers.3.mlp.experts.{name}_weight" for name in ("w13", "w2")]
     parts = {f"{name}_{part}" for name in weights for part in ("packed", "scale")}
@@ -95,9 +92,9 @@ print(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], dict[str, torch.Tensor]]:
+def sglang(tmp_path_factory):
     """How SGLang reads the config of each scheme, and what it makes of zero points in its layout for experts."""
-    file: Path = tmp_path_factory.mktemp("sglang") / "zero_points.safetensors"
+    file = tmp_path_factory.mktemp("sglang") / "zero_points.safetensors"
     torch.manual_seed(0)
     zero_point = grids.quantize(torch.randn(128, 96), QuantScheme(32, "minmax", (), symmetric=False)).zero_point
     assert zero_point is not None
@@ -109,14 +106,14 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], d
     return json.loads(printed.splitlines()[-1]), load_file(file)
 
 
-def test_sglang_reads_every_config(sglang: tuple[list[list[Any]], dict[str, torch.Tensor]]) -> None:
+def test_sglang_reads_every_config(sglang):
     for one, found in zip(SCHEMES, sglang[0], strict=True):
         strategy = "group" if one.group_size else "channel"
         assert found == ["pack-quantized", list(one.ignore), 4, one.symmetric, strategy, one.group_size, True]
 
 
 def test_zero_points_of_experts_are_those_that_a_linear_layer_would_get(
-    sglang: tuple[list[list[Any]], dict[str, torch.Tensor]],
-) -> None:
+    sglang,
+):
     assert torch.equal(sglang[1]["made"], sglang[1]["expected"])
     assert sglang[1]["made"].unique().numel() > 10

@@ -11,14 +11,14 @@ from ckptkit.quant.online.sglang_reload import begin, end
 class Scheme:
     """Notes what SGLang's scheme for packed experts would do with their layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[str] = []
 
-    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+    def restore_weights_before_loading(self, layer):
         self.calls.append("restore")
         layer.is_marlin_converted = False
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer):
         self.calls.append("process")
         layer.is_marlin_converted = True
         layer.workspace = "new"
@@ -27,7 +27,7 @@ class Scheme:
 EXPERTS = "CompressedTensorsWNA16MoE"
 
 
-def engine_model(*kinds: str) -> nn.Module:
+def engine_model(*kinds):
     model = nn.Module()
     model.add_module("plain", nn.Linear(2, 2))
     for place, kind in enumerate(kinds):
@@ -39,7 +39,7 @@ def engine_model(*kinds: str) -> nn.Module:
     return model
 
 
-def test_an_engine_opens_and_closes_every_packed_layer_and_keeps_the_workspace() -> None:
+def test_an_engine_opens_and_closes_every_packed_layer_and_keeps_the_workspace():
     """CUDA graphs hold the address of the workspace. A draft model without packed experts is left alone."""
     for model in (engine_model(EXPERTS, EXPERTS), engine_model()):
         before = model.plain.weight.clone()
@@ -51,7 +51,7 @@ def test_an_engine_opens_and_closes_every_packed_layer_and_keeps_the_workspace()
 
 
 @pytest.mark.parametrize("kind", ["CompressedTensorsWNA16", "CompressedTensorsWNA16TritonMoE"])
-def test_an_engine_refuses_other_layers_before_it_touches_any(kind: str) -> None:
+def test_an_engine_refuses_other_layers_before_it_touches_any(kind):
     model = engine_model(EXPERTS, kind)
     with pytest.raises(CkptkitError, match=rf"layer1 .*\({kind}\)"):
         begin(model, [])

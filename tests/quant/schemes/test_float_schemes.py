@@ -3,8 +3,6 @@
 import json
 import re
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ from compressed_tensors.utils import match_name
 from families import case
 from support import models
 from support.engine_models import MODELS, saved
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.nightly import daily
 from support.sglang_sizes import widened
-from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
@@ -27,7 +23,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.schemes.floats import FloatScheme
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.run import verify
 
@@ -36,18 +31,18 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def passed_without_error(report: Report) -> set[str]:
+def passed_without_error(report):
     """The checks that passed, of a report in which none failed."""
     assert [finding.code for finding in report.findings if finding.severity == "error"] == []
     return {check.code for check in report.checks if check.status == "passed"}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def plain(tmp_path_factory):
     """`plain(name)`: one of the models whose sizes blocks of 128 divide, or a test model in such sizes."""
     root = tmp_path_factory.mktemp("plain")
 
-    def source(name: str) -> Path:
+    def source(name):
         if not (root / name).exists() and name in MODELS:
             saved(name, root)
         elif not (root / name).exists():
@@ -57,12 +52,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return source
 
 
-def config_of(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
-    return content
+def config_of(path):
+    return json.loads((path / "config.json").read_text())["quantization_config"]
 
 
-def in_fp8(path: Path) -> set[str]:
+def in_fp8(path):
     return {
         name.removesuffix(".weight")
         for name, tensor in models.tensors(path).items()
@@ -70,11 +64,11 @@ def in_fp8(path: Path) -> set[str]:
     }
 
 
-def run(*arguments: str | Path) -> Any:
+def run(*arguments):
     return CliRunner().invoke(cli, [*map(str, arguments)])
 
 
-def test_linear_layers_are_fp8_and_config_names_the_rest(plain: PathOf, tmp_path: Path) -> None:
+def test_linear_layers_are_fp8_and_config_names_the_rest(plain, tmp_path):
     quantize(plain("moe"), tmp_path / "out", FloatScheme("fp8-block"))
     layers = [f"model.layers.{layer}" for layer in LAYERS]
     experts = {f"{at}.mlp.experts.{expert}.{name}" for at in layers for expert in range(16) for name in MLP}
@@ -88,7 +82,7 @@ def test_linear_layers_are_fp8_and_config_names_the_rest(plain: PathOf, tmp_path
     }
 
 
-def test_fp8_channel_is_laid_out_as_compressed_tensors_reads_it(plain: PathOf, tmp_path: Path) -> None:
+def test_fp8_channel_is_laid_out_as_compressed_tensors_reads_it(plain, tmp_path):
     quantize(plain("mla"), tmp_path / "out", FloatScheme("fp8-channel"))
     group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
     assert (group.weights.strategy, group.weights.num_bits, group.weights.type) == ("channel", 8, "float")
@@ -101,7 +95,7 @@ def test_fp8_channel_is_laid_out_as_compressed_tensors_reads_it(plain: PathOf, t
     assert lint(tmp_path / "out").findings == ()  # its draft layer is packed, and readers without one do not care
 
 
-def test_mxfp8_has_an_exponent_for_each_32_neighbours(plain: PathOf, tmp_path: Path) -> None:
+def test_mxfp8_has_an_exponent_for_each_32_neighbours(plain, tmp_path):
     quantize(plain("moe"), tmp_path / "out", FloatScheme("mxfp8"))
     content = config_of(tmp_path / "out")
     assert [content[key] for key in ("quant_method", "weight_block_size", "scale_fmt")] == ["mxfp8", [1, 32], "ue8m0"]
@@ -112,7 +106,7 @@ def test_mxfp8_has_an_exponent_for_each_32_neighbours(plain: PathOf, tmp_path: P
     assert verify(tmp_path / "out", source=plain("moe")).status == "passed"
 
 
-def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain: PathOf, tmp_path: Path) -> None:
+def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain, tmp_path):
     quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp8"), readers=["vllm"])
     content = config_of(tmp_path / "out")
     assert content["ignored_layers"] == ["lm_head", "model.embed_tokens"]
@@ -124,7 +118,7 @@ def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain: PathOf, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: PathOf, tmp_path: Path) -> None:
+def test_four_bits_are_what_compressed_tensors_reads(name, plain, tmp_path):
     result = quantize(plain("moe"), tmp_path / "out", FloatScheme(name, "compressed-tensors"))
     preset = preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
     group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
@@ -149,7 +143,7 @@ def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: PathOf, t
     assert name.upper() in run("inspect", tmp_path / "out").output
 
 
-def test_four_bits_that_are_exact_are_packed_to_themselves(plain: PathOf, tmp_path: Path) -> None:
+def test_four_bits_that_are_exact_are_packed_to_themselves(plain, tmp_path):
     """From MXFP4 to BF16 and back, with the proof of both. Of zeros the sign is lost, as in compressed-tensors."""
     quantize(plain("dense"), tmp_path / "mxfp4", FloatScheme("mxfp4"))
     convert(tmp_path / "mxfp4", tmp_path / "megatron")
@@ -167,7 +161,7 @@ def test_four_bits_that_are_exact_are_packed_to_themselves(plain: PathOf, tmp_pa
             assert torch.equal(found.view(torch.uint8), once[name].view(torch.uint8)), name
 
 
-def test_draft_layers_are_fp8_but_for_what_joins_them_to_the_model(plain: PathOf, tmp_path: Path) -> None:
+def test_draft_layers_are_fp8_but_for_what_joins_them_to_the_model(plain, tmp_path):
     quantize(plain("glm"), tmp_path / "out", FloatScheme("fp8-block"))
     draft = "model.layers.6"
     assert {f"{draft}.self_attn.q_proj", f"{draft}.mlp.experts.3.up_proj"} <= in_fp8(tmp_path / "out")
@@ -176,7 +170,7 @@ def test_draft_layers_are_fp8_but_for_what_joins_them_to_the_model(plain: PathOf
     assert left == {f"{draft}.{name}" for name in joining}
 
 
-def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(plain: PathOf, tmp_path: Path) -> None:
+def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(plain, tmp_path):
     result = quantize(plain("mla"), tmp_path / "out", FloatScheme("fp8-block"))
     left = {name.rpartition(".")[2] for name in config_of(tmp_path / "out")["modules_to_not_convert"]}
     assert {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"} <= left
@@ -188,7 +182,7 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(plain:
     assert result.notes[0] == text_with("128 model.layers.{0..6}")
 
 
-def test_left_out_experts_are_named_as_readers_ask_for_them(plain: PathOf, tmp_path: Path) -> None:
+def test_left_out_experts_are_named_as_readers_ask_for_them(plain, tmp_path):
     scheme = FloatScheme("fp8-channel", ignore=(r"re:.*\.layers\.3\.mlp\.experts\..*",))
     quantize(plain("moe"), tmp_path / "out", scheme)
     ignore, packed = config_of(tmp_path / "out")["ignore"], in_fp8(tmp_path / "out")
@@ -214,16 +208,14 @@ def test_left_out_experts_are_named_as_readers_ask_for_them(plain: PathOf, tmp_p
     ],
     ids=str,
 )
-def test_notes_say_what_engines_would_not_load(
-    model: str, scheme: FloatScheme, words: list[str], plain: PathOf, tmp_path: Path
-) -> None:
+def test_notes_say_what_engines_would_not_load(model, scheme, words, plain, tmp_path):
     """What `verify --against-sglang` and `--against-vllm` found of each, in the versions that the notes name."""
     notes = quantize(plain(model), tmp_path / "out", scheme, readers=("sglang", "vllm")).notes
     notes = [note for note in notes if "megatron-core" not in note]
     assert notes == [text_with(one) for one in words], notes
 
 
-def test_exact_takes_what_would_not_change(plain: PathOf, tmp_path: Path) -> None:
+def test_exact_takes_what_would_not_change(plain, tmp_path):
     quantize(plain("dense"), tmp_path / "powers", FloatScheme("fp8-block", "deepgemm"))
     quantize(tmp_path / "powers", tmp_path / "again", FloatScheme("mxfp8", exact=True))
 
@@ -241,9 +233,7 @@ def test_exact_takes_what_would_not_change(plain: PathOf, tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_what_cannot_be_quantized_is_refused_and_nothing_is_written(
-    scheme: FloatScheme, options: dict[str, Any], message: str, plain: PathOf, tmp_path: Path
-) -> None:
+def test_what_cannot_be_quantized_is_refused_and_nothing_is_written(scheme, options, message, plain, tmp_path):
     options = {key: plain("dense") if key == "like" else value for key, value in options.items()}
     with pytest.raises(CkptkitError, match=message):
         quantize(plain("dense"), tmp_path / "out", scheme, **options)
@@ -251,7 +241,7 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4"])
-def test_like_quantizes_what_another_release_has_in_the_scheme(name: str, plain: PathOf, tmp_path: Path) -> None:
+def test_like_quantizes_what_another_release_has_in_the_scheme(name, plain, tmp_path):
     quantize(plain("dense"), tmp_path / "like", FloatScheme(name, ignore=(r"re:.*\.self_attn\..*",)))
     quantize(plain("dense"), tmp_path / "out", FloatScheme(name), like=tmp_path / "like")
     like, out = (models.tensors(tmp_path / name) for name in ("like", "out"))
@@ -260,16 +250,14 @@ def test_like_quantizes_what_another_release_has_in_the_scheme(name: str, plain:
     assert config_of(tmp_path / "out") == config_of(tmp_path / "like")
 
 
-def test_fp8_quantized_again_keeps_every_byte(plain: PathOf, tmp_path: Path) -> None:
+def test_fp8_quantized_again_keeps_every_byte(plain, tmp_path):
     quantize(plain("moe"), tmp_path / "once", FloatScheme("fp8-block"))
     quantize(tmp_path / "once", tmp_path / "twice", FloatScheme("fp8-block"))
     assert models.unequal(tmp_path / "twice", tmp_path / "once") == []
 
 
 @pytest.mark.parametrize(("name", "scheme", "rounding"), [("moe", "fp8-block", "slime"), ("mla", "nvfp4", "modelopt")])
-def test_megatron_becomes_floats_in_one_pass(
-    name: str, scheme: str, rounding: str, plain: PathOf, tmp_path: Path
-) -> None:
+def test_megatron_becomes_floats_in_one_pass(name, scheme, rounding, plain, tmp_path):
     convert(plain(name), tmp_path / "megatron")
     options = ("--quantize", scheme, "--rounding", rounding)
     result = run("convert", tmp_path / "megatron", tmp_path / "out", *options)
@@ -281,13 +269,13 @@ def test_megatron_becomes_floats_in_one_pass(
 
 
 @pytest.mark.parametrize("options", [("--scheme", "fp8-block", "--group-size", "32"), ("--rounding", "slime")])
-def test_options_of_another_scheme_are_refused(options: tuple[str, ...], plain: PathOf, tmp_path: Path) -> None:
+def test_options_of_another_scheme_are_refused(options, plain, tmp_path):
     result = run("quantize", plain("dense"), tmp_path / "out", *options)
     assert (result.exit_code, options[-2] in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(("given", "message"), [(("fp9",), "'fp9'"), (("fp8-block", "nearest"), "'nearest'")])
-def test_a_scheme_that_is_not_known_is_refused(given: tuple[str, ...], message: str) -> None:
+def test_a_scheme_that_is_not_known_is_refused(given, message):
     with pytest.raises(CkptkitError, match=message):
         FloatScheme(*given)
 
@@ -302,10 +290,10 @@ JOINED = {
 
 
 @pytest.fixture(scope="module")
-def packed(plain: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def packed(plain, tmp_path_factory):
     root = tmp_path_factory.mktemp("packed")
 
-    def made(name: str) -> Path:
+    def made(name):
         if not (root / name).exists():
             quantize(plain(name), root / name, MODELOPT)
         return root / name
@@ -313,14 +301,14 @@ def packed(plain: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return made
 
 
-def largest(weights: list[Tensor]) -> Tensor:
+def largest(weights):
     return torch.stack([weight.float().abs().amax() for weight in weights]).amax() / torch.tensor(2688.0)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "mla", "mixtral"])
-def test_what_kernels_join_has_one_scale_and_passes(name: str, plain: PathOf, packed: PathOf) -> None:
+def test_what_kernels_join_has_one_scale_and_passes(name, plain, packed):
     written, source = models.tensors(packed(name)), models.tensors(plain(name))
-    sets: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    sets = defaultdict(list)
     codes = [name.removesuffix("_scale_2") for name in written if name.endswith(".weight_scale_2")]
     for weight in codes:
         parent, _, projection = weight.removesuffix(".weight").rpartition(".")
@@ -335,14 +323,14 @@ def test_what_kernels_join_has_one_scale_and_passes(name: str, plain: PathOf, pa
     assert (lint(packed(name)).findings, lint(packed(name)).packed) == ((), len(codes))
 
 
-def test_latent_attention_keeps_what_sglang_computes_with_itself(packed: PathOf) -> None:
+def test_latent_attention_keeps_what_sglang_computes_with_itself(packed):
     written = models.tensors(packed("mla"))
     kept = {name for name in written if name.endswith("kv_b_proj.weight")}
     assert len(kept) == 7
     assert {written[name].dtype for name in kept} == {torch.bfloat16}
 
 
-def test_config_names_each_layer_as_engines_ask_for_it(packed: PathOf) -> None:
+def test_config_names_each_layer_as_engines_ask_for_it(packed):
     """By itself and fused, and experts by their container: SGLang 0.5.16 knows W4A16_NVFP4 by layer alone."""
     content = json.loads((packed("moe") / "config.json").read_text())["quantization_config"]
     layers = content.pop("quantized_layers")
@@ -352,7 +340,7 @@ def test_config_names_each_layer_as_engines_ask_for_it(packed: PathOf) -> None:
     assert {json.dumps(one) for one in layers.values()} == {'{"quant_algo": "W4A16_NVFP4", "group_size": 16}'}
 
 
-def test_parts_stay_in_the_shards_of_their_weights(plain: PathOf, packed: PathOf) -> None:
+def test_parts_stay_in_the_shards_of_their_weights(plain, packed):
     before, after = HfCheckpoint(plain("dense")).layout, HfCheckpoint(packed("dense")).layout
     assert {file: {re.sub(r"_scale(_2)?$", "", name) for name in names} for file, names in after.items()} == {
         file: set(names) for file, names in before.items()
@@ -362,7 +350,7 @@ def test_parts_stay_in_the_shards_of_their_weights(plain: PathOf, packed: PathOf
 
 
 @pytest.mark.parametrize("source", ["mxfp4", "fp8-block"])
-def test_quantized_sources_are_dequantized_first(source: str, plain: PathOf, tmp_path: Path) -> None:
+def test_quantized_sources_are_dequantized_first(source, plain, tmp_path):
     quantize(plain("dense"), tmp_path / "source", FloatScheme(source))
     with pytest.raises(CkptkitError, match="exact"):
         quantize(tmp_path / "source", tmp_path / "out", FloatScheme("nvfp4", exact=True))
@@ -372,7 +360,7 @@ def test_quantized_sources_are_dequantized_first(source: str, plain: PathOf, tmp
 
 
 @pytest.mark.usefixtures("kernel_tiles")
-def test_a_layer_that_no_kernel_runs_is_noted(plain: PathOf, tmp_path: Path) -> None:
+def test_a_layer_that_no_kernel_runs_is_noted(plain, tmp_path):
     """The first projections of latent attention have 96 and 576 rows together: no multiple of 64."""
     notes = quantize(plain("mla"), tmp_path / "out", MODELOPT).notes
     assert ["no NVFP4 kernel of SGLang runs" in note for note in notes] == [True]
@@ -396,7 +384,7 @@ IN_SGLANG = {
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", daily(IN_SGLANG, ["mla nvfp4"]))
-def test_sglang_loads_every_value(cell: str, plain: PathOf, tmp_path: Path) -> None:
+def test_sglang_loads_every_value(cell, plain, tmp_path):
     name, scheme = cell.split()
     quantize(plain(name), tmp_path / "out", FloatScheme(scheme))
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"sglang"}))
@@ -411,7 +399,7 @@ def test_sglang_loads_every_value(cell: str, plain: PathOf, tmp_path: Path) -> N
 @pytest.mark.usefixtures("served_sglang")
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
-def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain: PathOf, tmp_path: Path) -> None:
+def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain, tmp_path):
     quantize(plain("mla"), tmp_path / "out", MODELOPT)
     name = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_2"
     models.edit(tmp_path / "out", name, models.tensors(tmp_path / "out")[name] * 1.5)
@@ -425,7 +413,7 @@ IN_VLLM = [f"{name} {scheme}" for name in ("moe", "mla", "dense") for scheme in 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", daily(IN_VLLM, ["moe mxfp4", "moe nvfp4"]))
-def test_vllm_loads_four_bits(cell: str, plain: PathOf, tmp_path: Path) -> None:
+def test_vllm_loads_four_bits(cell, plain, tmp_path):
     name, scheme = cell.split()
     for rounding in ("modelopt", "compressed-tensors") if scheme == "nvfp4" else ("compressed-tensors",):
         quantize(plain(name), tmp_path / rounding, FloatScheme(scheme, rounding))

@@ -4,9 +4,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,18 +53,18 @@ NOT_TAKEN = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("adapters")
 
 
-def of_kind(kind: str, root: Path) -> Path:
+def of_kind(kind, root):
     if not (root / kind).exists():
         made(kind, root / kind)
     return root / kind
 
 
 @pytest.mark.parametrize("kind", daily(KINDS, ("dense", "fused experts", "rslora", "shared outer")))
-def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, root: Path, tmp_path: Path) -> None:
+def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind, root, tmp_path):
     path = of_kind(kind, root)
     report = verify(path / "adapter", source=path / "base")
     words = {code: sorted(one.actual for one in report.findings if one.code == code) for code in ("CK135", "CK137")}
@@ -89,14 +87,14 @@ def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, roo
     assert "LORA" in str(inspect(path / "adapter")["format"])
 
 
-def over_tied(path: Path, **options: Any) -> PeftModel:
+def over_tied(path, **options):
     """What PEFT makes with these options of `base`, which ties its output layer, saved as `adapter`."""
     case.save("qwen3-tied", HF_CASES["qwen3-tied"], path / "base", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
     tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
     randomized(tuned)
     tuned.save_pretrained(str(path / "adapter"))
-    return tuned  # type: ignore[return-value]
+    return tuned
 
 
 HEAD, EMBEDDING = ["lm_head"], ["embed_tokens"]
@@ -112,9 +110,7 @@ HEAD, EMBEDDING = ["lm_head"], ["embed_tokens"]
     ids=["output layer saved", "output layer adapted", "both saved"],
 )
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`", "ignore:Model has `tie_word_embeddings")
-def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(
-    options: dict[str, list[str]], tmp_path: Path
-) -> None:
+def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(options, tmp_path):
     """PEFT gives the module a copy of its own: the merged model has two matrices, and its config says so."""
     base, adapter, tuned = tmp_path / "base", tmp_path / "adapter", over_tied(tmp_path, **options)
     head = tuned.base_model.model.lm_head
@@ -137,7 +133,7 @@ def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(
 
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": EMBEDDING}
 # PEFT's options, and whether the output layer was trained together with the embedding.
-SHARED: dict[str, tuple[dict[str, Any], bool]] = {
+SHARED = {
     "a pair of both": ({"target_modules": EMBEDDING + HEAD}, True),
     "a whole embedding": (SAVED, True),
     "a whole embedding, tied": (SAVED | {"ensure_weight_tying": True}, True),
@@ -147,7 +143,7 @@ SHARED: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("what", daily(SHARED, ("a pair of both", "a pair of the embedding")))
-def test_what_ties_embedding_and_output_layer_is_merged_as_peft_merges_it(what: str, tmp_path: Path) -> None:
+def test_what_ties_embedding_and_output_layer_is_merged_as_peft_merges_it(what, tmp_path):
     """It answers as it was trained, unless the output layer was the base's meanwhile."""
     options, is_trained_so = SHARED[what]
     base, adapter, tuned = tmp_path / "base", tmp_path / "adapter", over_tied(tmp_path, **options)
@@ -164,14 +160,14 @@ def test_what_ties_embedding_and_output_layer_is_merged_as_peft_merges_it(what: 
         assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
-def test_a_pair_that_embedding_and_output_layer_share_is_inconclusive(tmp_path: Path) -> None:
+def test_a_pair_that_embedding_and_output_layer_share_is_inconclusive(tmp_path):
     over_tied(tmp_path, target_modules=["embed_tokens"], ensure_weight_tying=True)
     report = verify(tmp_path / "adapter", source=tmp_path / "base")
     assert (report.findings, report.status) == ([], "inconclusive")
     assert any("ensure_weight_tying" in reason for reason in report.reasons)
 
 
-def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path: Path) -> None:
+def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
     rows = torch.randn_like(tensor(base, "model.embed_tokens.weight"))
@@ -182,7 +178,7 @@ def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path
     assert verify(tmp_path / "merged", source=base, adapter=adapter).status == "passed"
 
 
-def edited(path: Path, target: Path, change: Change, **config: object) -> Path:
+def edited(path, target, change, **config):
     target.mkdir()
     tensors = load_file(path / "adapter" / WEIGHTS)
     change(tensors)
@@ -192,36 +188,36 @@ def edited(path: Path, target: Path, change: Change, **config: object) -> Path:
     return target
 
 
-def drop(*endings: str) -> Change:
-    def change(tensors: dict[str, Tensor]) -> None:
+def drop(*endings):
+    def change(tensors):
         for name in [name for name in tensors if name.endswith(endings)]:
             del tensors[name]
 
     return change
 
 
-def swap(tensors: dict[str, Tensor]) -> None:
+def swap(tensors):
     for name in [name for name in tensors if "lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
-def nothing(tensors: dict[str, Tensor]) -> None: ...
+def nothing(tensors): ...
 
 
-def rolled(tensors: dict[str, Tensor]) -> None:
+def rolled(tensors):
     for name in [name for name in tensors if "experts" in name]:
         axis, size = (0, 4) if "lora_A" in name else (1, 1)
         tensors[name] = tensors[name].roll(size, axis)
 
 
-def other_base(tensors: dict[str, Tensor]) -> None:
+def other_base(tensors):
     (name,) = (name for name in tensors if "base_layer" in name)
     tensors[name] += 1
 
 
 # The kind, what is changed, keys of the config, and the checks that find it beside the base, and beside the trainer's.
-FAULTS: dict[str, tuple[str, Change, dict[str, object], str, str]] = {
+FAULTS = {
     "A without B": ("dense", drop(f"{LAYER}.lora_B.weight"), {}, "CK131", "CK131"),
     "a layer is missing": ("dense", drop(f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"), {}, "CK132", "CK136"),
     "A and B are exchanged": ("dense", swap, {}, "CK132", "CK136"),
@@ -236,7 +232,7 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
+def test_a_fault_is_found(fault, root, tmp_path):
     kind, change, config, beside_base, beside_other = FAULTS[fault]
     path = of_kind(kind, root)
     wrong = edited(path, tmp_path / "wrong", change, **config)
@@ -249,8 +245,8 @@ def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
-def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root: Path, tmp_path: Path) -> None:
-    def bare(tensors: dict[str, Tensor]) -> None:
+def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root, tmp_path):
+    def bare(tensors):
         for name in [*tensors]:
             tensors[name.removeprefix("base_model.model.")] = tensors.pop(name)
 
@@ -265,7 +261,7 @@ def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root: Path, tmp_pat
     assert {finding.code for finding in against} == {"CK133", "CK136"}
 
 
-def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_path: Path) -> None:
+def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root, tmp_path):
     path = of_kind("dense", root)
     doubled = edited(path, tmp_path / "doubled", nothing, lora_alpha=16)
     convert(path / "base", tmp_path / "merged", merge=doubled)
@@ -274,7 +270,7 @@ def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_p
         assert {finding.code for finding in report.findings} == {"CK202"}
 
 
-def test_options_of_models_are_refused(root: Path) -> None:
+def test_options_of_models_are_refused(root):
     path = of_kind("dense", root)
     with pytest.raises(UsageError, match="--source and --against-transformers"):
         verify(path / "adapter", against=frozenset({"sglang"}))
@@ -291,7 +287,7 @@ Q_AND_V, OF_TEXT = ["q_proj", "v_proj"], {"target_modules": r".*language_model.*
 ALPHAS, SCORES = [{"alpha_pattern": {name: 8}} for name in ("q_proj", "^q_proj")], {"task_type": "SEQ_CLS"}
 # Rows of lab/reports-chosen.md, and a base of another kind: the class that PEFT adapts, how, the tensors that are lost
 # of what it saves, fields that are sound and that are not, and what is found.
-CHOSEN: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any], dict[str, Any], str]] = {
+CHOSEN = {
     "D1": ("Qwen2ForCausalLM", {"bias": "lora_only"}, [".bias"], {}, {}, "0..1}.self_attn.q_proj.base_layer.bias"),
     "D2": ("LlamaForCausalLM", {}, [], *ALPHAS, "alpha_pattern '^q_proj'"),
     "D5": ("Gemma3ForConditionalGeneration", OF_TEXT, [], {}, {"target_modules": Q_AND_V}, "vision_tower.encoder"),
@@ -301,9 +297,7 @@ CHOSEN: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize(("kind", "options", "lost", "sound", "broken", "words"), CHOSEN.values(), ids=CHOSEN)
-def test_what_peft_saves_is_sound_and_what_it_misses_is_found(
-    kind: str, options: Any, lost: list[str], sound: Any, broken: Any, words: str, tmp_path: Path
-) -> None:
+def test_what_peft_saves_is_sound_and_what_it_misses_is_found(kind, options, lost, sound, broken, words, tmp_path):
     name = kind.partition("For")[0].removesuffix("LMHeadModel")
     model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**CONFIGS.get(name, SIZES)))
     # A reward model is trained over a language model, whose config.json knows nothing of its labels.
@@ -323,10 +317,8 @@ def test_what_peft_saves_is_sound_and_what_it_misses_is_found(
     assert finding.severity == ("warning" if "alpha_pattern" in broken else "error")
 
 
-def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def in_the_tower(tensors: dict[str, Tensor]) -> None:
+def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(root, tmp_path, monkeypatch):
+    def in_the_tower(tensors):
         tower = "base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
         tensors |= {f"{tower}.lora_A.weight": torch.ones(4, 8), f"{tower}.lora_B.weight": torch.ones(8, 4)}
 
@@ -341,10 +333,8 @@ def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(
 
 
 @pytest.mark.parametrize(("experts", "severity"), [((7,), "warning"), (range(12), "error")], ids=["one", "all"])
-def test_an_expert_that_was_not_trained_is_a_warning_and_a_layer_an_error(
-    experts: Sequence[int], severity: str, root: Path, tmp_path: Path
-) -> None:
-    def untrained(tensors: dict[str, Tensor]) -> None:
+def test_an_expert_that_was_not_trained_is_a_warning_and_a_layer_an_error(experts, severity, root, tmp_path):
+    def untrained(tensors):
         for number in experts:
             tensors[f"base_model.model.model.layers.2.mlp.experts.{number}.up_proj.lora_B.weight"].zero_()
 
@@ -372,7 +362,7 @@ found = PEFTHelper.from_dict(stated).vllm_lora_scaling_factor
     ("engine", "scale"),
     [pytest.param("sglang", 2.0, marks=pytest.mark.sglang), pytest.param("vllm", 4.0, marks=pytest.mark.vllm)],
 )
-def test_engines_have_one_scale_for_all_pairs(engine: str, scale: float, tmp_path: Path) -> None:
+def test_engines_have_one_scale_for_all_pairs(engine, scale, tmp_path):
     """SGLang's is alpha / r, vLLM's that or alpha / sqrt(r), whatever the patterns say."""
     code = f"stated = {STATED!r}{OWN_SCALE[engine]}print('scale', found)"
     if engine == "sglang":

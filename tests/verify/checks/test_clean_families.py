@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ Made = dict[str, Path]
 
 
 @pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def made(request, tmp_path_factory):
     """A model of one family: as its release, as Megatron, and in INT4 where that is supported."""
     name, root = request.param, tmp_path_factory.mktemp("clean") / request.param
     case.save(name, CASES[name], root / "hf", torch.bfloat16)
@@ -49,7 +48,7 @@ RUNS = {
 }
 
 
-def test_nothing_is_found_in_what_is_made_of_a_release(made: Made) -> None:
+def test_nothing_is_found_in_what_is_made_of_a_release(made):
     for form, path in made.items():  # no INT4 where no reader knows the experts one by one
         source, codes = RUNS[form]
         report = verify(path, source=made[source])
@@ -64,7 +63,7 @@ FRESH = [name for name in HF_CASES if name not in _WITHOUT_CLASS]
 
 
 @pytest.mark.parametrize("name", daily(FRESH, ("qwen2-tied", "glm4_moe", "gemma3_text", "deepseek_v4")))
-def test_model_as_transformers_initializes_it_is_sound(name: str, tmp_path: Path) -> None:
+def test_model_as_transformers_initializes_it_is_sound(name, tmp_path):
     """Biases of zeros, norms around zero or one, and matrices that a class begins with as a constant."""
     fresh = replace(HF_CASES[name], value=lambda key, tensor, dtype: tensor)
     _, added = case.save(name, fresh, tmp_path, torch.bfloat16)
@@ -94,7 +93,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("layout", daily((0, 1), (0,)))
-def test_every_rank_of_megatron_holds_its_slice(layout: int, made: Made) -> None:
+def test_every_rank_of_megatron_holds_its_slice(layout, made):
     """At two layouts. test_families.py loads the same models on one rank, and runs them."""
     name, dims = made["hf"].parent.name, dims_of(json.loads((made["hf"] / "config.json").read_text()))
     label = two_of(list(CASES).index(name), dims.experts > 0, IMPOSSIBLE.get(name, ()))[layout]

@@ -2,14 +2,12 @@
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from families import HF_CASES, case
 from families.table import config_of
 from safetensors import safe_open
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.nightly import daily
 from support.sglang_sizes import widened
@@ -59,11 +57,11 @@ DAILY = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def plain(tmp_path_factory):
     """`plain(model)`: the release of a test model; the one before it is deleted."""
     root = tmp_path_factory.mktemp("plain")
 
-    def find(model: str) -> Path:
+    def find(model):
         if not (root / model).exists():
             for other in root.iterdir():
                 shutil.rmtree(other)
@@ -73,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     return find
 
 
-def codes_in(path: Path) -> set[str]:
+def codes_in(path):
     found = set()
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -83,7 +81,7 @@ def codes_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("case_of", daily(PAIRS, DAILY), ids="-".join)
-def test_what_is_written_has_no_finding(case_of: tuple[str, str], plain: PathOf, tmp_path: Path) -> None:
+def test_what_is_written_has_no_finding(case_of, plain, tmp_path):
     model, name = case_of
     written, out = WRITTEN[name], tmp_path / "out"
     refused = "load it in BF16, in FP8 blocks" if model in FP8_ALONE and name != "fp8-block" else REFUSED.get(model)
@@ -108,5 +106,5 @@ def test_what_is_written_has_no_finding(case_of: tuple[str, str], plain: PathOf,
         assert not {one for one in quantized if ".indexer.wk." in one}
 
 
-def test_every_float_scheme_is_swept() -> None:
+def test_every_float_scheme_is_swept():
     assert {"w4a16", *(written.scheme.name for written in WRITTEN.values())} == set(NAMES)

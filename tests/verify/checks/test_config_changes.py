@@ -3,12 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import HF_CASES, case
-from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
 from support.installed import release
 from support.messages import text_with
 from support.nightly import daily
@@ -21,7 +19,7 @@ from ckptkit.verify.run import verify
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def change(path: Path, **changes: Any) -> Path:
+def change(path, **changes):
     content = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
     return path
@@ -51,8 +49,8 @@ def change(path: Path, **changes: Any) -> Path:
     ],
 )
 def test_a_key_that_changed_is_one_finding_in_its_own_spelling(
-    name: str, changes: dict[str, Any], expected: str, actual: str, severity: str, releases: PathOf, fresh: PathOf
-) -> None:
+    name, changes, expected, actual, severity, releases, fresh
+):
     found = verify(change(fresh(name), **changes), source=releases(name)).findings
     assert [(one.code, one.severity, one.expected, one.actual) for one in found if one.code == "CK702"] == [
         ("CK702", severity, expected, actual)
@@ -67,9 +65,7 @@ def test_a_key_that_changed_is_one_finding_in_its_own_spelling(
         ("head_dim", 64, [("error", "text_config.head_dim = 32", "text_config.head_dim = 64")]),
     ],
 )
-def test_a_key_of_text_config_is_compared_by_itself(
-    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, fresh: PathOf
-) -> None:
+def test_a_key_of_text_config_is_compared_by_itself(key, value, found, releases, fresh):
     path = fresh("qwen3_5")
     text = json.loads((path / "config.json").read_text())["text_config"] | {key: value}
     change(path, text_config={name: one for name, one in text.items() if one is not ...})
@@ -77,7 +73,7 @@ def test_a_key_of_text_config_is_compared_by_itself(
     assert [(one.severity, one.expected, one.actual) for one in report.findings if one.code == "CK702"] == found
 
 
-def test_values_that_the_class_has_without_a_key() -> None:
+def test_values_that_the_class_has_without_a_key():
     config = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
     assert class_default(config, ("text_config", "final_logit_softcapping"), 30.0) is None
     assert class_default(config, ("text_config", "head_dim"), 32) == 256
@@ -85,7 +81,7 @@ def test_values_that_the_class_has_without_a_key() -> None:
     assert class_default({"model_type": "none"}, ("head_dim",), 32) is UNKNOWN
 
 
-def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: PathOf) -> None:
+def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases):
     report = verify(releases("qwen2-tied"), source=releases("glm4_moe"))
     first, *others = [one for one in report.findings if one.cause is None and one.severity == "error"]
     assert (first.code, others) == ("CK702", [])
@@ -93,7 +89,7 @@ def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: 
     assert {one.code for one in report.findings if one.cause == "CK702-1"} == {"CK202"}
 
 
-def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path, alone: RunAlone) -> None:
+def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path, alone):
     text = HF_CASES["gemma3_text"].config().to_dict() | {"rope_parameters": None, "rope_local_base_freq": 10000.0}
     for folder, base in (("here", 10000.0), ("source", 1000000.0)):
         (tmp_path / folder).mkdir()
@@ -105,7 +101,7 @@ def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path, alon
 
 
 @pytest.mark.parametrize("spelling", ["v4", "v5"])
-def test_rotary_scaling_that_was_removed(spelling: str, tmp_path: Path, fresh: PathOf) -> None:
+def test_rotary_scaling_that_was_removed(spelling, tmp_path, fresh):
     path = fresh("qwen2-tied")
     theta = json.loads((path / "config.json").read_text())["rope_parameters"]["rope_theta"]
     source = Path(str(path) + "-source")
@@ -120,7 +116,7 @@ def test_rotary_scaling_that_was_removed(spelling: str, tmp_path: Path, fresh: P
     assert keys == ["factor = 4.0", "original_max_position_embeddings = 64", "rope_type = yarn"]
 
 
-def test_the_other_spelling_and_storage_are_no_change(releases: PathOf, fresh: PathOf) -> None:
+def test_the_other_spelling_and_storage_are_no_change(releases, fresh):
     path = fresh("glm4_moe")
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")} | {"torch_dtype": "bfloat16"}
@@ -151,7 +147,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("name", daily(LACKING, ("deepseek_v3", "exaone_moe", "nemotron_h", "qwen3_5")))
-def test_what_transformers_leaves_out_is_named_with_its_value(name: str, tmp_path: Path, alone: RunAlone) -> None:
+def test_what_transformers_leaves_out_is_named_with_its_value(name, tmp_path, alone):
     """The config as `save_pretrained` writes it, without what the test models add to be as released."""
     case.save(name, replace(HF_CASES[name], edit=lambda config: config), tmp_path / "model", torch.bfloat16)
     _, (finding,) = alone("CK731", tmp_path / "model")
@@ -166,7 +162,7 @@ ALSO |= {"nemotron_h-latent", "exaone_moe-groups-tied"}
 ALSO |= {"gpt_oss-v4"} if "gpt_oss" in LACKING else set()
 
 
-def test_configs_as_released_lack_nothing(tmp_path: Path, alone: RunAlone) -> None:
+def test_configs_as_released_lack_nothing(tmp_path, alone):
     for name, model in HF_CASES.items():
         config = model.edit(json.loads(model.config().to_json_string(use_diff=False)))
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -175,9 +171,7 @@ def test_configs_as_released_lack_nothing(tmp_path: Path, alone: RunAlone) -> No
         assert (result is not None and result.status == "passed") == (name in LACKING or name in ALSO), name
 
 
-def test_a_lacking_key_is_said_where_sglang_is_the_engine(
-    tmp_path: Path, codes: CodesOf, only: OnlyFinding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lacking_key_is_said_where_sglang_is_the_engine(tmp_path, codes, only, monkeypatch):
     monkeypatch.setattr("ckptkit.quant.engines.sglang.package_release", lambda package: (0, 5, 16))
     without = replace(HF_CASES["gpt_oss"], edit=lambda config: {**config, "swiglu_limit": None})
     case.save("gpt_oss", without, tmp_path / "model", torch.bfloat16)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
 from ckptkit.verify.checks.deltas.deltas import count_not_finite
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.diff.diff import diff
 
 MIXED = ("xor", "overwrite") * 3
@@ -46,7 +45,7 @@ Damage = Callable[[Path, States], object]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+def published(tmp_path_factory):
     """A base and a chain of six deltas, and the weights of every version."""
     root = tmp_path_factory.mktemp("deltas")
     save("qwen2-untied", root / "base")
@@ -54,28 +53,28 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 
 @pytest.fixture
-def chain(published: Published, tmp_path: Path) -> Path:
+def chain(published, tmp_path):
     shutil.copytree(published[0] / "chain", tmp_path / "chain")
     shutil.copytree(published[0] / "base", tmp_path / "base")
     return tmp_path / "chain"
 
 
-def found(chain: Path) -> Sequence[Finding]:
+def found(chain):
     return ckptkit.verify(chain, source=chain.parent / "base").findings
 
 
-def opened(path: Path, name: str) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
+def opened(path, name):
     (file,) = (one for one in path.glob("*.safetensors") if name in load_file(one))
     with safe_open(file, "pt") as header:
         return file, load_file(file), header.metadata()
 
 
-def rewrite(path: Path, name: str, payload: Tensor, checksum: str | None = None) -> None:
+def rewrite(path, name, payload, checksum=None):
     file, stored, metadata = opened(path, name)
     save_file(stored | {name: payload}, file, metadata | ({name: checksum} if checksum else {}))
 
 
-def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(published: Published) -> None:
+def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(published):
     root, states = published
     report = ckptkit.verify(root / "chain", source=root / "base")
     assert (report.status, report.findings, report.asked) == ("passed", [], ["deltas"])
@@ -85,7 +84,7 @@ def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(published: 
 
 
 @pytest.mark.parametrize("number", [1, 6])
-def test_convert_makes_the_full_checkpoint_of_a_version(published: Published, tmp_path: Path, number: int) -> None:
+def test_convert_makes_the_full_checkpoint_of_a_version(published, tmp_path, number):
     root, states = published
     src = root / "chain" if number == 6 else version_at(root / "chain", number)
     convert(src, tmp_path / "full", hf=root / "base")
@@ -95,7 +94,7 @@ def test_convert_makes_the_full_checkpoint_of_a_version(published: Published, tm
     assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(states[number])
 
 
-def test_a_local_checkpoint_that_missed_an_update_is_found(published: Published, tmp_path: Path) -> None:
+def test_a_local_checkpoint_that_missed_an_update_is_found(published, tmp_path):
     """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
     root, states = published
     convert(root / "chain", tmp_path / "local", hf=root / "base")
@@ -104,7 +103,7 @@ def test_a_local_checkpoint_that_missed_an_update_is_found(published: Published,
     assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}
 
 
-def test_a_megatron_checkpoint_is_compared_with_the_version(published: Published, tmp_path: Path) -> None:
+def test_a_megatron_checkpoint_is_compared_with_the_version(published, tmp_path):
     root, _ = published
     convert(root / "chain", tmp_path / "full", hf=root / "base")
     convert(tmp_path / "full", tmp_path / "megatron")
@@ -113,14 +112,14 @@ def test_a_megatron_checkpoint_is_compared_with_the_version(published: Published
     assert {one.code for one in ckptkit.verify(tmp_path / "megatron", older, root / "base").findings} == {"CK202"}
 
 
-def twice(chain: Path, states: States) -> None:
+def twice(chain, states):
     path = version_at(chain, 1)
     _, stored, _ = opened(path, NORM)
     checksum = {NORM: digest("xxh3-128", raw(states[1][NORM]))}
     save_file({NORM: stored[NORM]}, path / "model-00002-of-00003.safetensors", metadata=checksum)
 
 
-def renamed(chain: Path, states: States) -> None:
+def renamed(chain, states):
     path = version_at(chain, 3)
     file, stored, metadata = opened(path, NORM)
     stored[OTHER], metadata[OTHER] = stored.pop(NORM), metadata.pop(NORM)
@@ -128,18 +127,18 @@ def renamed(chain: Path, states: States) -> None:
     edit_weight_map(path, lambda files: files.update({OTHER: files.pop(NORM)}))
 
 
-def other_base(chain: Path, states: States) -> None:
+def other_base(chain, states):
     changed = states[0][NORM].clone()
     changed[5] += 1
     edit(chain.parent / "base", NORM, changed)
 
 
-def wider(chain: Path, states: States) -> None:
+def wider(chain, states):
     old, new = (states[number][NORM].float() for number in (2, 3))
     rewrite(version_at(chain, 3), NORM, packed(encoded("xor", raw(old), raw(new))), digest("xxh3-128", raw(new)))
 
 
-def overwriting(chain: Path, states: States) -> None:
+def overwriting(chain, states):
     """Version 3 in the other encoding, which is sound."""
     edit_index(version_at(chain, 3), delta_encoding="overwrite")
     for name, old in states[2].items():
@@ -148,26 +147,26 @@ def overwriting(chain: Path, states: States) -> None:
             rewrite(version_at(chain, 3), name, packed(encoded("overwrite", raw(old), raw(new))))
 
 
-def out_of_range(chain: Path, states: States) -> None:
+def out_of_range(chain, states):
     """The delta of a tensor with more rows: its last position lies outside."""
     overwriting(chain, states)
     old, new = raw(states[2][NORM]) + b"\0\0", raw(states[3][NORM]) + b"\1\0"
     rewrite(version_at(chain, 3), NORM, packed(encoded("overwrite", old, new)))
 
 
-def cut(chain: Path, states: States) -> None:
+def cut(chain, states):
     payload = encoded("xor", raw(states[2][NORM]), raw(states[3][NORM]))
     rewrite(version_at(chain, 3), NORM, packed(payload)[:-6].clone())
 
 
-def of_version(number: int, change: Callable[[Path], object]) -> Damage:
+def of_version(number, change):
     return lambda chain, _: change(version_at(chain, number))
 
 
 SIZE = 256  # bytes of NORM
 Fault = tuple[Damage, str, str, str | None, str]
 # What is done, the check that finds it, and file, tensor (None: any) and words of its first finding.
-DISORDER: dict[str, Fault] = {
+DISORDER = {
     "a gap": (of_version(3, shutil.rmtree), "CK122", "weight_v000003", None, "missing"),
     "of another run": (
         of_version(3, lambda path: edit_index(path, base_version="000007")),
@@ -182,7 +181,7 @@ DISORDER: dict[str, Fault] = {
         *("CK122", f"weight_v000003/{INDEX}", None, "'sub'"),
     ),
 }
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     "cut short": (
         of_version(4, lambda path: os.truncate(path / FIRST, (path / FIRST).stat().st_size - 9)),
         *("CK123", f"weight_v000004/{FIRST}", None, "truncated"),
@@ -219,7 +218,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def assert_found(fault: Fault, chain: Path, states: States) -> None:
+def assert_found(fault, chain, states):
     """With file and tensor, and nothing is made of the chain."""
     damage, code, file, tensor, actual = fault
     damage(chain, states)
@@ -235,18 +234,16 @@ def assert_found(fault: Fault, chain: Path, states: States) -> None:
 
 
 @pytest.mark.parametrize("fault", DISORDER)
-def test_versions_out_of_order_are_found(fault: str, published: Published, chain: Path) -> None:
+def test_versions_out_of_order_are_found(fault, published, chain):
     assert_found(DISORDER[fault], chain, published[1])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
-    fault: str, published: Published, chain: Path
-) -> None:
+def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(fault, published, chain):
     assert_found(FAULTS[fault], chain, published[1])
 
 
-def test_a_delta_that_changes_nothing_is_found(published: Published, chain: Path) -> None:
+def test_a_delta_that_changes_nothing_is_found(published, chain):
     """It leads to the right bytes all the same."""
     for number in range(3, 7):
         shutil.rmtree(version_at(chain, number))
@@ -257,15 +254,13 @@ def test_a_delta_that_changes_nothing_is_found(published: Published, chain: Path
     assert unequal(chain.parent / "full", published[1][2]) == []
 
 
-def test_the_other_encoding_of_a_version_is_sound(published: Published, chain: Path) -> None:
+def test_the_other_encoding_of_a_version_is_sound(published, chain):
     overwriting(chain, published[1])
     assert found(chain) == []
 
 
 @pytest.mark.parametrize(("encoding", "value"), [("xor", float("nan")), ("overwrite", float("inf"))])
-def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
-    published: Published, chain: Path, encoding: str, value: float
-) -> None:
+def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(published, chain, encoding, value):
     states = published[1]
     new = {name: one.clone() for name, one in states[6].items()}
     new[NORM][3:5] = value
@@ -283,10 +278,10 @@ def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
     assert found(other / "chain") == []
 
 
-def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them() -> None:
+def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them():
     """Every bit pattern of the short dtypes."""
     for name in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"):
-        dtype: torch.dtype = getattr(torch, name)
+        dtype = getattr(torch, name)
         bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize > 1 else torch.uint8)
         assert count_not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
     infinity = float("inf")
@@ -295,7 +290,7 @@ def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them() -> None:
         assert count_not_finite(torch.tensor(numbers, dtype=getattr(torch, name)), name) == 3
 
 
-def test_a_delta_without_changes_is_sound(published: Published, chain: Path) -> None:
+def test_a_delta_without_changes_is_sound(published, chain):
     """A step with a learning rate of zero; its index has an empty weight_map, and there is no file."""
     states = published[1]
     publish(chain, 7, states[6], states[6])
@@ -303,7 +298,7 @@ def test_a_delta_without_changes_is_sound(published: Published, chain: Path) -> 
     assert found(chain) == []
 
 
-def test_a_full_version_starts_the_chain_anew(published: Published, chain: Path) -> None:
+def test_a_full_version_starts_the_chain_anew(published, chain):
     states = published[1]
     convert(version_at(chain, 4), chain.parent / "full", hf=chain.parent / "base")
     for number in (1, 3, 4):  # what is older may be pruned
@@ -316,7 +311,7 @@ def test_a_full_version_starts_the_chain_anew(published: Published, chain: Path)
     assert raw(tensors(chain.parent / "made")[NORM]) == raw(states[6][NORM])
 
 
-def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chain: Path) -> None:
+def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chain):
     report = ckptkit.verify(chain)
     assert [one.code for one in report.checks] == ["CK122", "CK123"]
     assert report.facts["not applicable"] == [text_with("CK221 CK222 --source")]
@@ -324,7 +319,7 @@ def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chai
         convert(chain, chain.parent / "full")
 
 
-def test_options_about_a_full_checkpoint_are_refused(chain: Path) -> None:
+def test_options_about_a_full_checkpoint_are_refused(chain):
     base = chain.parent / "base"
     with pytest.raises(UsageError, match="--source"):
         ckptkit.verify(chain, source=base, against=frozenset({"sglang"}))
@@ -332,7 +327,7 @@ def test_options_about_a_full_checkpoint_are_refused(chain: Path) -> None:
         convert(chain, chain.parent / "full", hf=base, dialect="mcore")
 
 
-def test_a_delta_of_another_encoder_is_named(chain: Path) -> None:
+def test_a_delta_of_another_encoder_is_named(chain):
     (version_at(chain, 6) / INDEX).unlink()
     (version_at(chain, 6) / "manifest.json").write_text("{}")
     report = ckptkit.verify(chain, source=chain.parent / "base")
@@ -340,7 +335,7 @@ def test_a_delta_of_another_encoder_is_named(chain: Path) -> None:
     assert "GPU encoder" in report.reasons[0]
 
 
-def test_inspect_says_what_a_chain_holds(published: Published) -> None:
+def test_inspect_says_what_a_chain_holds(published):
     root, states = published
     facts = inspect(root / "chain")
     assert facts["format"] == text_with("deltas slime miles vime")

@@ -16,7 +16,6 @@ from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_hub import SHA, download
-from support.fixture_types import CodesOf, OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.inspection import inspect
@@ -30,22 +29,22 @@ from ckptkit.verify.run import verify
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
 
 
-def flipped(file: Path) -> bytes:
+def flipped(file):
     content = file.read_bytes()
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def spoiled(release: Path) -> dict[str, bytes]:
+def spoiled(release):
     file = sorted(release.glob("*.safetensors"))[-1]
     return {file.name: flipped(file)}
 
 
 @pytest.fixture(params=["cache_dir", "local_dir"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Path]:
+def where(request, tmp_path):
     return {request.param: tmp_path / "there"}
 
 
-def test_a_sound_download_passes_and_says_what_it_is(releases: PathOf, where: dict[str, Path]) -> None:
+def test_a_sound_download_passes_and_says_what_it_is(releases, where):
     path = download(MODEL, releases(NAME), **where)
     report = verify(path)
     assert (report.status, report.findings) == ("passed", [])
@@ -61,9 +60,7 @@ def test_a_sound_download_passes_and_says_what_it_is(releases: PathOf, where: di
     assert verify(path).findings == []
 
 
-def test_other_bytes_than_were_published_are_an_error_with_the_command(
-    releases: PathOf, where: dict[str, Path]
-) -> None:
+def test_other_bytes_than_were_published_are_an_error_with_the_command(releases, where):
     """The client takes them without a word; headers, sizes and every other check are as in the sound twin."""
     [(name, content)] = spoiled(releases(NAME)).items()
     small = (releases(NAME) / "generation_config.json").read_bytes().replace(b"{", b"{ ", 1)
@@ -79,7 +76,7 @@ def test_other_bytes_than_were_published_are_an_error_with_the_command(
     assert "SHA-1" in findings[str(path / "generation_config.json")].expected
 
 
-def test_git_itself_calls_a_small_file_so(releases: PathOf, tmp_path: Path) -> None:
+def test_git_itself_calls_a_small_file_so(releases, tmp_path):
     path = releases(NAME) / "config.json"
     named = subprocess.run(["git", "hash-object", str(path)], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert FileHash(path, named.stdout.strip()).finish()
@@ -87,9 +84,7 @@ def test_git_itself_calls_a_small_file_so(releases: PathOf, tmp_path: Path) -> N
     assert not FileHash(path, hashlib.sha1(b"another", usedforsecurity=False).hexdigest()).finish()
 
 
-def test_a_file_that_was_edited_after_the_download_is_a_warning(
-    releases: PathOf, where: dict[str, Path], only: OnlyFinding
-) -> None:
+def test_a_file_that_was_edited_after_the_download_is_a_warning(releases, where, only):
     path = download(MODEL, releases(NAME), **where)
     file = path / "generation_config.json"
     file.write_text(file.read_text() + "\n")
@@ -102,7 +97,7 @@ def test_a_file_that_was_edited_after_the_download_is_a_warning(
     assert only(report).hint == text_with("change hf")
 
 
-def test_what_was_put_in_place_of_a_file_has_no_record(releases: PathOf, tmp_path: Path) -> None:
+def test_what_was_put_in_place_of_a_file_has_no_record(releases, tmp_path):
     path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
     file = sorted(path.glob("*.safetensors"))[0]
     content = file.read_bytes()
@@ -113,9 +108,7 @@ def test_what_was_put_in_place_of_a_file_has_no_record(releases: PathOf, tmp_pat
     assert report.facts["download"][0].endswith(f"; no record of {file.name}")
 
 
-def test_files_that_models_share_are_known_by_the_name_of_their_blob(
-    releases: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_files_that_models_share_are_known_by_the_name_of_their_blob(releases, tmp_path, only):
     """In the shared store they lie under the hash of Xet, which is another one of 64 digits."""
     cache = tmp_path / "cache"
     path = download(MODEL, releases(NAME), cache_dir=cache)
@@ -133,16 +126,14 @@ def test_files_that_models_share_are_known_by_the_name_of_their_blob(
     assert only(verify(path)).code == "CK124"
 
 
-def test_a_link_to_a_copy_of_the_whole_cache_is_judged_as_the_cache(
-    releases: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_link_to_a_copy_of_the_whole_cache_is_judged_as_the_cache(releases, tmp_path, only):
     download(MODEL, releases(NAME), spoiled(releases(NAME)), cache_dir=tmp_path / "cache")
     shutil.copytree(tmp_path / "cache", tmp_path / "copied", symlinks=True)
     (tmp_path / "model").symlink_to(tmp_path / "copied" / "models--org--model" / "snapshots" / SHA)
     assert f"hf download {MODEL} " in only(verify(tmp_path / "model")).hint
 
 
-def test_every_file_differs_as_with_names_of_a_mirror(releases: PathOf, tmp_path: Path) -> None:
+def test_every_file_differs_as_with_names_of_a_mirror(releases, tmp_path):
     path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
     for link in sorted(path.iterdir()):
         blob = Path(os.path.normpath(link.parent / os.readlink(link)))
@@ -155,7 +146,7 @@ def test_every_file_differs_as_with_names_of_a_mirror(releases: PathOf, tmp_path
     assert all("HF_ENDPOINT" in finding.hint for finding in report.findings)
 
 
-def test_metadata_that_the_client_did_not_write_is_no_record(fresh: PathOf) -> None:
+def test_metadata_that_the_client_did_not_write_is_no_record(fresh):
     path = fresh(NAME)
     record = path / ".cache" / "huggingface" / "download" / "config.json.metadata"
     record.parent.mkdir(parents=True)
@@ -174,9 +165,7 @@ def test_metadata_that_the_client_did_not_write_is_no_record(fresh: PathOf) -> N
     assert downloads_in(path).keys() == {"config.json"}
 
 
-def test_quantized_and_fused_files_are_hashed_beside_their_source(
-    releases: PathOf, tmp_path: Path, codes: CodesOf
-) -> None:
+def test_quantized_and_fused_files_are_hashed_beside_their_source(releases, tmp_path, codes):
     """Experts that lie fused are read as one tensor an expert, and their files are hashed as they are."""
     release = releases(FUSED, fused=True)
     path = download(MODEL, release, local_dir=tmp_path / "sound")
@@ -185,13 +174,13 @@ def test_quantized_and_fused_files_are_hashed_beside_their_source(
     assert "CK124" in codes(verify(path, source=releases(FUSED)))
 
 
-def test_one_reading_is_enough(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_reading_is_enough(releases, tmp_path, monkeypatch):
     """Of weights, no byte behind the header is read for the hash."""
     path = download(MODEL, releases(NAME), local_dir=tmp_path / "there")
-    ends: dict[str, int] = {}
+    ends = {}
     read = FileHash._read
 
-    def spied(self: FileHash, end: int) -> None:
+    def spied(self, end):
         before = self.size - self.unread
         read(self, end)
         if self.path.suffix == ".safetensors":
@@ -205,9 +194,7 @@ def test_one_reading_is_enough(releases: PathOf, tmp_path: Path, monkeypatch: py
             assert count == 8 + int.from_bytes(file.read(8), "little")
 
 
-def test_what_a_cluster_has_read_is_hashed_here(
-    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: OnlyFinding
-) -> None:
+def test_what_a_cluster_has_read_is_hashed_here(releases, tmp_path, monkeypatch, only):
     """Tasks of Ray give their findings alone; the tests of Ray itself are in tests/ckptkit/app/test_ray.py."""
     monkeypatch.setattr(
         reading,
@@ -220,7 +207,7 @@ def test_what_a_cluster_has_read_is_hashed_here(
 
 @given(seed=st.integers(0, 2**32), ahead=st.sampled_from([0, 1000, 1 << 20]), threads=st.integers(1, 4))
 @settings(deadline=None, max_examples=30)
-def test_pieces_in_any_order_are_hashed_once(seed: int, ahead: int, threads: int) -> None:
+def test_pieces_in_any_order_are_hashed_once(seed, ahead, threads):
     """Some come twice, and some not at all or too early, which are read, as the header is."""
     shuffled = Random(seed)
     content = torch.arange(256, dtype=torch.uint8).repeat(64)
@@ -232,7 +219,7 @@ def test_pieces_in_any_order_are_hashed_once(seed: int, ahead: int, threads: int
         digest = hashlib.sha256(Path(file.name).read_bytes()).hexdigest()
         hashed, other = (FileHash(Path(file.name), one, begin=6) for one in (digest, "0" * 64))
 
-        def give(own: list[int]) -> None:
+        def give(own):
             for start in own:
                 for one in (hashed, other):
                     one.add(6 + start, content[start : start + 512])
@@ -246,7 +233,7 @@ def test_pieces_in_any_order_are_hashed_once(seed: int, ahead: int, threads: int
         assert (hashed.finish(), other.finish()) == (True, False)
 
 
-def test_who_fails_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fails_lets_others_go_on(tmp_path, monkeypatch):
     """Where a file cannot be read, no thread waits for the one that was told so."""
     monkeypatch.setattr("ckptkit.storage.file_hash._AHEAD", 1)
     (tmp_path / "file").write_bytes(b"header" + bytes(8))
@@ -262,7 +249,7 @@ def test_who_fails_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert one.unread == 14
 
 
-def test_files_are_gone_through_a_few_at_a_time() -> None:
+def test_files_are_gone_through_a_few_at_a_time():
     assert alternating([], 2) == []
     assert alternating("aaabbc", 1) == [0, 1, 2, 3, 4, 5]
     assert alternating("aaabbcdd", 2) == [0, 3, 1, 4, 2, 5, 6, 7]

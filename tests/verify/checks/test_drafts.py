@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,14 +22,14 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory):
     path = tmp_path_factory.mktemp("target") / "target"
     case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.bfloat16)
     return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sound_draft_model_has_no_error(kind: str, target: Path, tmp_path: Path) -> None:
+def test_a_sound_draft_model_has_no_error(kind, target, tmp_path):
     path = made_draft(kind, tmp_path / "draft")
     report = verify(path, source=target)
     # The embedding of a sound copy is the target's; these are random.
@@ -42,7 +40,7 @@ def test_a_sound_draft_model_has_no_error(kind: str, target: Path, tmp_path: Pat
     assert verify(path).status == "passed"
 
 
-def test_a_copy_of_the_targets_embedding_is_compared(target: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_targets_embedding_is_compared(target, tmp_path):
     embedding = models.tensors(target)["model.embed_tokens.weight"]
     config, sound = KINDS["AngelSlim"][0], tensors_of("AngelSlim") | {"embed_tokens.weight": embedding}
     assert verify(save_draft(tmp_path / "sound", sound, config), source=target).findings == []
@@ -51,34 +49,34 @@ def test_a_copy_of_the_targets_embedding_is_compared(target: Path, tmp_path: Pat
     assert (found.code, found.severity, found.tensor) == ("CK144", "warning", "embed_tokens.weight")
 
 
-def drop(*names: str) -> Change:
-    def change(tensors: dict[str, Tensor]) -> None:
+def drop(*names):
+    def change(tensors):
         for name in names:
             del tensors[name]
 
     return change
 
 
-def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Change:
+def put(name, value):
     return lambda tensors: tensors.update({name: value(tensors)})
 
 
-def with_biases(tensors: dict[str, Tensor]) -> None:
+def with_biases(tensors):
     tensors |= {f"midlayer.self_attn.{one}_proj.bias": torch.ones(64 if one == "q" else 32) for one in "qkv"}
 
 
-def never_filled(tensors: dict[str, Tensor]) -> None:
+def never_filled(tensors):
     """As SpecForge's class makes the tables."""
     tensors["d2t"], tensors["t2d"] = torch.zeros(64, dtype=torch.int64), torch.ones(TOKENS, dtype=torch.bool)
 
 
-def first_tokens(tensors: dict[str, Tensor]) -> None:
+def first_tokens(tensors):
     tensors |= {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.arange(TOKENS) < 64}
 
 
 UP, LAST = "midlayer.mlp.up_proj.weight", torch.tensor([-1])
 # What is changed in SpecForge's, the check, and words of its finding.
-FAULTS: dict[str, tuple[Change, str, str]] = {
+FAULTS = {
     "a projection is missing": (drop("midlayer.self_attn.k_proj.weight"), "CK141", "no shard"),
     "the output layer is missing": (drop("lm_head.weight"), "CK141", "no shard"),
     "the table is missing": (drop("d2t"), "CK141", "no shard"),
@@ -95,7 +93,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, target: Path, tmp_path: Path) -> None:
+def test_a_fault_is_found(fault, target, tmp_path):
     change, code, words = FAULTS[fault]
     tensors = tensors_of("SpecForge")
     change(tensors)
@@ -112,9 +110,7 @@ def test_a_fault_is_found(fault: str, target: Path, tmp_path: Path) -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}}, "CK144", "[11]"),
     ],
 )
-def test_a_config_of_another_draft_is_found(
-    config: dict[str, Any], code: str, words: str, target: Path, tmp_path: Path
-) -> None:
+def test_a_config_of_another_draft_is_found(config, code, words, target, tmp_path):
     path = made_draft("SpecForge", tmp_path / "draft")
     edit_config(path, **config)
     report = verify(path, source=target)
@@ -134,9 +130,7 @@ def test_a_config_of_another_draft_is_found(
         ("SpecForge", first_tokens, {}, "CK142", ["64"]),
     ],
 )
-def test_what_may_be_meant_so_is_a_warning(
-    kind: str, change: Change, config: dict[str, Any], code: str, words: list[str], tmp_path: Path
-) -> None:
+def test_what_may_be_meant_so_is_a_warning(kind, change, config, code, words, tmp_path):
     tensors = tensors_of(kind)
     change(tensors)
     found = verify(save_draft(tmp_path / "draft", tensors, KINDS[kind][0] | config)).findings
@@ -144,7 +138,7 @@ def test_what_may_be_meant_so_is_a_warning(
     assert [one.actual for one in found] == [text_with(one) for one in words]
 
 
-def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
+def test_a_draft_of_another_target_is_found(tmp_path):
     other = tmp_path / "other"
     case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
     edit_config(other, hidden_size=64, vocab_size=99)
@@ -155,7 +149,7 @@ def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_a_draft_model_as_the_target_is_inconclusive(tmp_path: Path) -> None:
+def test_a_draft_model_as_the_target_is_inconclusive(tmp_path):
     report = verify(made_draft("ModelOpt", tmp_path / "draft"), source=made_draft("speculators", tmp_path / "other"))
     assert (report.status, report.findings, len(report.reasons)) == ("inconclusive", [], 1)
     assert "CK144" in report.reasons[0]
@@ -166,7 +160,7 @@ OTHER_CLASSES = (
     *("MistralForCausalLMEagle", "DeepseekV3ForCausalLMNextN", "EagleSpeculator", "MiMoV2MTP"),
 )
 # What config.json has of drafts that are not read, and what the reason names.
-NOT_READ: list[tuple[dict[str, Any], str]] = [
+NOT_READ = [
     *(({"architectures": [name]}, name) for name in OTHER_CLASSES),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step"),
@@ -174,7 +168,7 @@ NOT_READ: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_drafts_that_are_not_read_are_named_and_not_judged(tmp_path: Path) -> None:
+def test_drafts_that_are_not_read_are_named_and_not_judged(tmp_path):
     path = made_draft("SpecForge", tmp_path / "draft")
     for config, named in NOT_READ:
         (path / "config.json").write_text(json.dumps(KINDS["SpecForge"][0] | config))
@@ -185,7 +179,7 @@ def test_drafts_that_are_not_read_are_named_and_not_judged(tmp_path: Path) -> No
             assert inspect(path)["draft"] == text_with(f"config.json {named}")
 
 
-def test_tensors_of_latent_attention_are_looked_at(tmp_path: Path) -> None:
+def test_tensors_of_latent_attention_are_looked_at(tmp_path):
     tensors = tensors_of("latent attention")
     del tensors["midlayer.self_attn.kv_b_proj.weight"]
     tensors["midlayer.self_attn.q_a_proj.weight"] = torch.ones(48, 128).bfloat16()  # of states alone
@@ -197,19 +191,19 @@ def test_tensors_of_latent_attention_are_looked_at(tmp_path: Path) -> None:
     }
 
 
-def test_a_vision_model_called_eagle_is_no_draft() -> None:
+def test_a_vision_model_called_eagle_is_no_draft():
     assert not is_draft({"architectures": ["Eagle2_5_VLForConditionalGeneration"]})
     assert not is_draft({"architectures": []})
 
 
-def test_inspect_says_what_it_is_and_for_which_target(tmp_path: Path) -> None:
+def test_inspect_says_what_it_is_and_for_which_target(tmp_path):
     facts = inspect(made_draft("ModelOpt", tmp_path / "draft"))
     assert facts["draft"] == text_with("EAGLE3 64")
     assert facts["target"] == {"hidden_size": 128, "vocab_size": 352, "states": 3, "layers": "1, 5, 8"}
     assert inspect(made_draft("SpecForge", tmp_path / "other"))["target"]["layers"] == text_with("default")
 
 
-def test_other_verbs_and_options_refuse_it(tmp_path: Path) -> None:
+def test_other_verbs_and_options_refuse_it(tmp_path):
     path = made_draft("speculators", tmp_path / "draft")
     with pytest.raises(UnsupportedError, match="decoding"):
         convert(path, tmp_path / "out")
@@ -219,7 +213,7 @@ def test_other_verbs_and_options_refuse_it(tmp_path: Path) -> None:
         verify(path, against=frozenset({"sglang"}))
 
 
-def test_files_that_cannot_be_read_are_a_finding(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_a_finding(tmp_path):
     path = made_draft("SpecForge", tmp_path / "draft")
     (path / "model.safetensors").write_bytes(b"\x08")
     (found,) = verify(path).findings

@@ -1,8 +1,6 @@
 """CK1xx: a good checkpoint is broken in one way, and exactly that is found, with its name and file."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from mutations.torch_dist import padded
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert
@@ -22,7 +19,7 @@ from ckptkit.verify.run import verify
 INDEX, NAME = "model.safetensors.index.json", "model.norm.weight"
 
 
-def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
+def test_a_single_file_without_index_has_no_finding(tmp_path):
     models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
     assert not (tmp_path / "one" / INDEX).exists()
     report = verify(tmp_path / "one")
@@ -31,13 +28,13 @@ def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
     assert "CK106" not in {check.code for check in report.checks}
 
 
-def test_tensors_per_layer_are_reported(releases: PathOf) -> None:
+def test_tensors_per_layer_are_reported(releases):
     facts = verify(releases("glm4_moe")).facts["tensors per layer"]
     # dense: 2 norms, 4 projections, 3 biases, 2 q/k norms, 3 mlp; MoE: 11 + router and bias + 12 x 3 experts + 3 shared
     assert facts == ["dense layers {0..1}: 14 tensors each", "MoE layers {2..11}: 52 tensors each"]
 
 
-def test_several_broken_files_are_all_listed(fresh: PathOf) -> None:
+def test_several_broken_files_are_all_listed(fresh):
     path = fresh("glm4_moe")
     shards = sorted(path.glob("*.safetensors"))
     shards[2].unlink()
@@ -47,7 +44,7 @@ def test_several_broken_files_are_all_listed(fresh: PathOf) -> None:
     assert [(finding.code, finding.file) for finding in found] == [("CK102", str(shards[at])) for at in (2, 5, 9)]
 
 
-def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(fresh: PathOf) -> None:
+def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(fresh):
     """It may well be right. Under a known class the type is wrong, which the mutations have."""
     path = fresh("qwen2-tied")
     edit_config(path, model_type="qwen9", architectures=["Qwen9ForCausalLM"])
@@ -65,9 +62,7 @@ def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(fre
         ("consolidated.safetensors", "model.norm.weight", "error"),  # a leftover that is only named like it
     ],
 )
-def test_what_mistral_publishes_beside_its_shards_is_a_warning(
-    file: str, name: str, severity: str, fresh: PathOf, only: OnlyFinding
-) -> None:
+def test_what_mistral_publishes_beside_its_shards_is_a_warning(file, name, severity, fresh, only):
     path = fresh("qwen2-tied")
     save_file({name: torch.ones(8, 128, dtype=torch.bfloat16)}, path / file)
     report = verify(path)
@@ -77,7 +72,7 @@ def test_what_mistral_publishes_beside_its_shards_is_a_warning(
     assert report.status == ("passed" if severity == "warning" else "failed")
 
 
-def test_expert_missing_in_every_layer_without_a_usable_config_is_found(fresh: PathOf) -> None:
+def test_expert_missing_in_every_layer_without_a_usable_config_is_found(fresh):
     path = fresh("glm4_moe")
     edit_config(path, model_type="unheard_of")
     replace(path, {}, [f"model.layers.{layer}.mlp.experts.11.down_proj.weight" for layer in range(2, 12)])
@@ -89,9 +84,7 @@ def test_expert_missing_in_every_layer_without_a_usable_config_is_found(fresh: P
 
 
 @pytest.mark.parametrize("left", [0.0, 0.999999])
-def test_a_distcp_file_that_is_truncated_is_one_finding(
-    left: float, releases: PathOf, fresh_megatron: PathOf, only: OnlyFinding
-) -> None:
+def test_a_distcp_file_that_is_truncated_is_one_finding(left, releases, fresh_megatron, only):
     path = fresh_megatron("qwen2-tied")
     file = path / "release" / "__0_0.distcp"
     os.truncate(file, int(file.stat().st_size * left))
@@ -103,7 +96,7 @@ def test_a_distcp_file_that_is_truncated_is_one_finding(
         assert headline(report).startswith("release/__0_0.distcp ")
 
 
-def test_several_damaged_distcp_files_are_a_finding_each(releases: PathOf, tmp_path: Path) -> None:
+def test_several_damaged_distcp_files_are_a_finding_each(releases, tmp_path):
     path = tmp_path / "megatron"
     convert(releases("qwen2-tied"), path, max_shard_size=600_000)
     gone, also, short, _, *_ = sorted((path / "release").glob("*.distcp"))
@@ -115,7 +108,7 @@ def test_several_damaged_distcp_files_are_a_finding_each(releases: PathOf, tmp_p
     assert found[str(path / "release")].actual == text_with(f"{gone.name} 1 missing")
 
 
-def test_many_entries_of_one_header_are_one_finding(fresh: PathOf) -> None:
+def test_many_entries_of_one_header_are_one_finding(fresh):
     path = fresh("qwen2-tied")
     shard = max(path.glob("*.safetensors"), key=lambda file: len(load_file(file)))
     odd = {*load_file(shard)} - {"model.norm.weight"}
@@ -124,13 +117,13 @@ def test_many_entries_of_one_header_are_one_finding(fresh: PathOf) -> None:
     assert (finding.file, finding.names) == (str(shard), odd)
 
 
-def test_megatron_may_pad_the_vocabulary(fresh_megatron: PathOf, releases: PathOf) -> None:
+def test_megatron_may_pad_the_vocabulary(fresh_megatron, releases):
     path = fresh_megatron("qwen2-tied")
     padded(path, "embedding.word_embeddings.weight", torch.zeros_like)
     assert verify(path, releases("qwen2-tied")).findings == []
 
 
-def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted: PathOf, copy_of: CopyOf) -> None:
+def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted, copy_of):
     path = copy_of(converted("qwen2-tied") / "release")
     report = verify(path)
     skipped = {check.code: check.reason for check in report.checks if check.status == "skipped"}
@@ -139,7 +132,7 @@ def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted: Pa
     assert report.findings == []
 
 
-def test_directories_without_a_checkpoint_are_bad_input(tmp_path: Path, releases: PathOf) -> None:
+def test_directories_without_a_checkpoint_are_bad_input(tmp_path, releases):
     for name in ("", "notes.txt", "pytorch_model.bin"):
         if name:
             (tmp_path / name).write_text("x")
@@ -162,7 +155,7 @@ def test_directories_without_a_checkpoint_are_bad_input(tmp_path: Path, releases
         ("__metadata__", {"format": 1}, "__metadata__"),
     ],
 )
-def test_a_header_that_safetensors_refuses(key: str, value: Any, said: str, fresh: PathOf) -> None:
+def test_a_header_that_safetensors_refuses(key, value, said, fresh):
     """`tests/fuzz/test_same_as_others.py` compares the two readers."""
     path = fresh("qwen2-tied")
     shard = shard_of(path, NAME)
@@ -175,7 +168,7 @@ def test_a_header_that_safetensors_refuses(key: str, value: Any, said: str, fres
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_a_header_without_metadata(has_key: bool, fresh: PathOf) -> None:
+def test_a_header_without_metadata(has_key, fresh):
     path = fresh("qwen2-tied")
     edit_header(shard_of(path, NAME), lambda header: header.update(__metadata__=None))
     if not has_key:
@@ -184,7 +177,7 @@ def test_a_header_without_metadata(has_key: bool, fresh: PathOf) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
-def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, fresh: PathOf) -> None:
+def test_weights_in_a_dtype_that_nothing_computes_in(dtype, fresh):
     path = fresh("qwen2-tied")
     for layer, name in enumerate(names(path, "mlp.up_proj.weight"), 1):
         old = tensor(path, name)
@@ -195,7 +188,7 @@ def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, fresh: 
     assert next(check.status for check in report.checks if check.code == "CK204") == "passed"
 
 
-def test_eight_bits_that_the_config_announces(fresh: PathOf) -> None:
+def test_eight_bits_that_the_config_announces(fresh):
     path = fresh("qwen2-tied")
     found = names(path, "mlp.up_proj.weight")
     replace(path, {name: tensor(path, name).to(torch.float8_e4m3fn) for name in found})
@@ -207,7 +200,7 @@ def test_eight_bits_that_the_config_announces(fresh: PathOf) -> None:
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_config_of_another_dtype_is_a_warning(key: str, fresh: PathOf, only: OnlyFinding) -> None:
+def test_a_config_of_another_dtype_is_a_warning(key, fresh, only):
     path = fresh("qwen2-tied")
     edit_config(path, **{key: "float16"})
     finding = only(verify(path))
@@ -215,7 +208,7 @@ def test_a_config_of_another_dtype_is_a_warning(key: str, fresh: PathOf, only: O
     assert (finding.expected, finding.actual) == (text_with(f"{key} bfloat16"), f"{key} float16")
 
 
-def test_a_wrong_total_size_does_not_hide_values(fresh: PathOf) -> None:
+def test_a_wrong_total_size_does_not_hide_values(fresh):
     path, name = fresh("qwen2-tied"), "model.layers.4.mlp.up_proj.weight"
     replace(path, {name: torch.zeros_like(tensor(path, name))})
     edit_json(path / INDEX, lambda index: index["metadata"].update(total_size=5))
@@ -223,7 +216,7 @@ def test_a_wrong_total_size_does_not_hide_values(fresh: PathOf) -> None:
     assert [(finding.code, finding.severity) for finding in found] == [("CK106", "warning"), ("CK205", "error")]
 
 
-def test_a_file_of_which_nothing_can_be_read_is_one_finding(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+def test_a_file_of_which_nothing_can_be_read_is_one_finding(fresh_megatron, only):
     path = fresh_megatron("qwen2-tied")
     file = path / "release" / "__0_0.distcp"
     file.write_bytes(b"\0" * file.stat().st_size)

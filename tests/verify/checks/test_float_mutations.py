@@ -12,22 +12,19 @@ import torch
 from mutations import floats as faults
 from mutations.edits import edit_config, edit_json, names, replace, tensor
 from support import floats, quantized
-from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.installed import release
 from support.nightly import daily
-
-from ckptkit.verify.core.report import Finding
 
 MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def stored(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def stored(releases, tmp_path_factory):
     """`stored(model, spelling)`: the model's release so quantized, made once. Not to be written to."""
     root, made = tmp_path_factory.mktemp("floats"), dict[tuple[str, str], Path]()
     is_fused = re.compile(r".+mlp\.experts\.(gate_up|down)_proj").fullmatch
 
-    def find(model: str, spelling: str) -> Path:
+    def find(model, spelling):
         if (model, spelling) not in made:
             target = root / f"{model}-{spelling}"
             if spelling == "gpt-oss":
@@ -103,18 +100,16 @@ CASES = [(one, model) for one in MUTATIONS for model in one.models]
 DAILY = [(one, one.models[min(1, len(one.models) - 1)]) for one in FIRST.values()]
 
 
-def said(finding: Finding) -> str:
+def said(finding):
     return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
 
 
-def id_of(case: tuple[Mutation, str]) -> str:
+def id_of(case):
     return f"{case[0].number}-{case[0].damage.__name__}-{case[0].code}-{case[1]}"
 
 
 @pytest.mark.parametrize("case", daily(CASES, DAILY), ids=id_of)
-def test_mutation_is_found_and_its_twin_is_silent(
-    case: tuple[Mutation, str], stored: PathOf, releases: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_mutation_is_found_and_its_twin_is_silent(case, stored, releases, copy_of, alone):
     mutation, model = case
     how = {"source_path": releases(model)} if mutation.code == "CK305" else {}
     how |= {"readers": mutation.readers} if mutation.readers else {}
@@ -130,17 +125,13 @@ def test_mutation_is_found_and_its_twin_is_silent(
     assert (result and result.status) == ("passed" if mutation.severity == "warning" else "failed")
 
 
-def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(
-    stored: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(stored, copy_of, alone):
     path = copy_of(stored("qwen3_moe", "fp8"))
     faults.scale_listed_alone(path)
     assert alone("CK303", path)[1] == []
 
 
-def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(
-    stored: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(stored, copy_of, alone):
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
     replace(path, {}, names(path, "input_scale"))
     for readers in (None, ("sglang",), ("slime", "vllm")):
@@ -152,7 +143,7 @@ def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(
 
 
 @pytest.mark.sglang
-def test_sglang_allocates_the_scale_of_activations_without_a_value() -> None:
+def test_sglang_allocates_the_scale_of_activations_without_a_value():
     """Why it is an error: SGLang 0.5.16 writes no number there; 0.5.23 begins with 1.0."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -165,7 +156,7 @@ def test_sglang_allocates_the_scale_of_activations_without_a_value() -> None:
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("exponent", "kept"), [(-14, 0.5), (-16, 0.0)])
-def test_sglangs_own_cast_of_mxfp4_to_fp8_rounds_what_blocks_do_not_reach(exponent: int, kept: float) -> None:
+def test_sglangs_own_cast_of_mxfp4_to_fp8_rounds_what_blocks_do_not_reach(exponent, kept):
     """Why fault 19 is a warning: a reader does the same, silently."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -180,9 +171,7 @@ def test_sglangs_own_cast_of_mxfp4_to_fp8_rounds_what_blocks_do_not_reach(expone
     assert made[1, 0].float() * scale[0, 0].float() == kept * 2.0**exponent
 
 
-def test_a_layer_cast_to_bf16_in_an_fp8_model_is_the_lists_fault(
-    stored: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_a_layer_cast_to_bf16_in_an_fp8_model_is_the_lists_fault(stored, copy_of, alone):
     """CK107 lets any layer be left out of FP8; CK302 says who would build it in FP8, until the list has it."""
     path = copy_of(stored("qwen3_moe", "fp8"))
     modules = [name.removesuffix(".weight_scale_inv") for name in names(path, "layers.5.self_attn") if "_inv" in name]
@@ -199,7 +188,7 @@ def test_a_layer_cast_to_bf16_in_an_fp8_model_is_the_lists_fault(
     assert alone("CK302", path)[1] == []
 
 
-def test_scales_of_activations_that_are_all_one_are_a_warning(stored: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_scales_of_activations_that_are_all_one_are_a_warning(stored, copy_of, alone):
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
     replace(path, {name: torch.tensor(1.0) for name in names(path, "input_scale")})
     findings = alone("CK304", path)[1]
@@ -208,7 +197,7 @@ def test_scales_of_activations_that_are_all_one_are_a_warning(stored: PathOf, co
     assert alone("CK304", path)[1] == []
 
 
-def test_parts_of_a_model_that_is_not_known_are_judged(stored: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_parts_of_a_model_that_is_not_known_are_judged(stored, copy_of, alone):
     """Headers need no family."""
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
     edit_config(path, model_type="model_of_tomorrow", architectures=["ModelOfTomorrow"])

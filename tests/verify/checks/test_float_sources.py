@@ -1,9 +1,7 @@
 """`verify --source` of weights in FP8 and four bits: against plain weights, against the same format, and another."""
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import replace as with_
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from mutations.edits import edit_json, names, replace, tensor
 from safetensors.torch import load_file, save_file
 from support import floats, quantized
-from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.messages import text_with
 from support.nightly import daily
-from torch import Tensor
 
 import ckptkit
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -40,16 +36,16 @@ EXPERT, OTHER = (f"model.layers.5.mlp.experts.{number}.up_proj.weight" for numbe
 OUTPUT = "model.layers.5.self_attn.o_proj.weight"
 
 
-def linear(name: str) -> bool:
+def linear(name):
     return name.endswith("_proj.weight")
 
 
 @pytest.fixture(scope="module")
-def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp8(releases, tmp_path_factory):
     return floats.write(releases("qwen3_moe"), tmp_path_factory.mktemp("fp8") / "blocks", floats.SPELLINGS["fp8"])
 
 
-def plain_copy(path: Path, release: Path, target: Path) -> Path:
+def plain_copy(path, release, target):
     view = dequantized(HfCheckpoint(path), str(path))
     shutil.copytree(release, target)
     for file in target.glob("*.safetensors"):
@@ -57,14 +53,14 @@ def plain_copy(path: Path, release: Path, target: Path) -> Path:
     return target
 
 
-def per_tensor(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def per_tensor(weight):
     """The quotient in bfloat16, as dividing by a scalar gives it."""
     scale = weight.float().abs().max() / 448
     codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"": codes, "_scale": scale.reshape(1)}, weight
 
 
-def compressed_tensors(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def compressed_tensors(weight):
     """A scale a row by compressed-tensors' own functions, which round scales and quotients to bfloat16."""
     args = QuantizationArgs(num_bits=8, type="float", strategy="channel")
     scale, zero_point = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), args)
@@ -76,27 +72,21 @@ CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float
 
 
 @pytest.mark.parametrize(("quantizer", "content"), [(per_tensor, TENSOR), (compressed_tensors, CHANNEL)])
-def test_fp8_of_quantizers_that_round_in_bfloat16_has_no_finding(
-    quantizer: quantized.Quantizer, content: object, releases: PathOf, tmp_path: Path, passes: Callable[..., None]
-) -> None:
+def test_fp8_of_quantizers_that_round_in_bfloat16_has_no_finding(quantizer, content, releases, tmp_path, passes):
     release, path = releases("qwen2-untied"), tmp_path / "fp8"
     quantized.write(release, path, linear, quantizer, lambda config: config | {"quantization_config": content})
     for code in ("CK202", "CK203", "CK305"):
         passes(code, path, source_path=release)
 
 
-def test_fp8_against_fused_experts_and_against_megatron_has_no_finding(
-    fp8: Path, releases: PathOf, converted: PathOf
-) -> None:
+def test_fp8_against_fused_experts_and_against_megatron_has_no_finding(fp8, releases, converted):
     for source in (releases("qwen3_moe", fused=True), converted("qwen3_moe")):
         report = verify(fp8, source=source)
         assert (report.findings, report.status) == ([], "passed")
         assert {check.code: check.tensors_compared for check in report.checks}["CK305"] == 12 * (4 + 12 * 3)
 
 
-def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(
-    fp8: Path, releases: PathOf, tmp_path: Path, copy_of: CopyOf
-) -> None:
+def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(fp8, releases, tmp_path, copy_of):
     for path in (copy_of(fp8), plain_copy(fp8, releases("qwen3_moe"), tmp_path / "plain")):
         assert verify(path, source=fp8).findings == []
         stored = tensor(path, EXPERT)
@@ -105,7 +95,7 @@ def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(
         assert {(one.code, one.tensor) for one in verify(path, source=fp8).findings} == {("CK202", EXPERT)}
 
 
-def test_unknown_fp8_is_inconclusive_and_not_failed(fp8: Path, copy_of: CopyOf, releases: PathOf) -> None:
+def test_unknown_fp8_is_inconclusive_and_not_failed(fp8, copy_of, releases):
     path = copy_of(fp8)
     edit_json(path / "config.json", lambda config: config["quantization_config"].update(scale_fmt="of tomorrow"))
     report = verify(path, source=releases("qwen3_moe"))
@@ -114,9 +104,7 @@ def test_unknown_fp8_is_inconclusive_and_not_failed(fp8: Path, copy_of: CopyOf, 
 
 
 @pytest.mark.parametrize("formats", daily(PAIRS, (PAIRS[0], PAIRS[3])), ids="-to-".join)
-def test_weights_of_another_format_than_the_sources(
-    formats: tuple[str, str], releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_weights_of_another_format_than_the_sources(formats, releases, tmp_path, alone):
     source = floats.write(releases("qwen3_moe"), tmp_path / "source", floats.SPELLINGS[formats[0]])
     plain = plain_copy(source, releases("qwen3_moe"), tmp_path / "plain")
     made = floats.write(plain, tmp_path / "made", floats.SPELLINGS[formats[1]])
@@ -129,7 +117,7 @@ def test_weights_of_another_format_than_the_sources(
     assert [(finding.tensor, finding.severity) for finding in findings] == [(EXPERT, "error")]
 
 
-def mxfp4_and_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mxfp4_and_fp8(module, weight):
     """Experts in MXFP4 as DeepSeek-V4 stores them, beside FP8."""
     if ".experts." not in module:
         return floats.deepseek(module, weight)
@@ -138,9 +126,7 @@ def mxfp4_and_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {f"{module}.weight": codes.view(torch.int8), f"{module}.scale": scale.view(torch.float8_e8m0fnu)}
 
 
-def test_fp8_that_is_kept_beside_experts_of_another_format_is_compared_bit_for_bit(
-    releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_fp8_that_is_kept_beside_experts_of_another_format_is_compared_bit_for_bit(releases, tmp_path, alone):
     release, spelling = releases("qwen3_moe"), with_(floats.SPELLINGS["fp8"], columns=32)
     mixed = with_(spelling, store=mxfp4_and_fp8, config=spelling.config | {"expert_dtype": "fp4"})
     source = floats.write(release, tmp_path / "source", mixed)
@@ -154,9 +140,7 @@ def test_fp8_that_is_kept_beside_experts_of_another_format_is_compared_bit_for_b
     assert alone("CK305", made, source_path=source)[1] == []
 
 
-def test_weights_that_were_dequantized_beside_others_are_compared_with_their_source(
-    fp8: Path, releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_weights_that_were_dequantized_beside_others_are_compared_with_their_source(fp8, releases, tmp_path, alone):
     plain = plain_copy(fp8, releases("qwen3_moe"), tmp_path / "plain")
     made = floats.write(plain, tmp_path / "made", floats.SPELLINGS["fp8"], lambda name: ".experts." in name)
     assert [str(finding) for finding in verify(made, source=fp8).findings] == []
@@ -167,7 +151,7 @@ def test_weights_that_were_dequantized_beside_others_are_compared_with_their_sou
 
 
 @pytest.mark.parametrize("exponent", [-14, -16])
-def test_mxfp4_that_fp8_cannot_hold_is_found(exponent: int, releases: PathOf, tmp_path: Path, alone: RunAlone) -> None:
+def test_mxfp4_that_fp8_cannot_hold_is_found(exponent, releases, tmp_path, alone):
     """One group of a block has 4.0, and another 0.5 times this power of two."""
     release = releases("qwen3_moe")
     source = floats.write(release, tmp_path / "source", floats.SPELLINGS["mxfp4-quark"])
@@ -193,9 +177,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("spelling", daily(("fp8", "mxfp4-compressed"), ("fp8",)))
 @pytest.mark.parametrize("scheme", daily(SCHEMES, ("w4a16",)))
-def test_what_quantize_makes_of_a_quantized_release_has_no_finding(
-    scheme: str, spelling: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_what_quantize_makes_of_a_quantized_release_has_no_finding(scheme, spelling, releases, tmp_path):
     source = floats.write(releases("qwen3_moe"), tmp_path / "source", floats.SPELLINGS[spelling])
     ckptkit.quantize(source, tmp_path / "made", SCHEMES[scheme])
     report = verify(tmp_path / "made", source=source)

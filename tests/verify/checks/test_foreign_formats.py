@@ -2,15 +2,12 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import PathOf
 from support.quantized import group_config
 from torch import Tensor
 
@@ -24,7 +21,7 @@ from ckptkit.verify.run import verify
 Parts = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
-def mlx(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mlx(module, weight):
     """4 bits, groups of 32. Source: mlx `quantize`, as mlx-lm's `save_model` stores it."""
     rows, columns = weight.shape
     packed = torch.randint(0, 2**31, (rows, columns // 8)).to(torch.uint32)
@@ -32,14 +29,14 @@ def mlx(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {f"{module}.weight": packed} | side
 
 
-def mlx_mxfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mlx_mxfp4(module, weight):
     """mlx-lm's mode mxfp4: scales of a byte, and no biases."""
     rows, columns = weight.shape
     packed = torch.randint(0, 2**31, (rows, columns // 8)).to(torch.uint32)
     return {f"{module}.weight": packed, f"{module}.scales": torch.randint(0, 255, (rows, columns // 32)).byte()}
 
 
-def bitsandbytes(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def bitsandbytes(module, weight):
     """NF4 with nested scales, as transformers saves it."""
     state = torch.tensor(list(b'{"quant_type": "nf4"}'), dtype=torch.uint8)
     return {
@@ -52,7 +49,7 @@ def bitsandbytes(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def gptq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def gptq(module, weight):
     """4 bits, groups of 32, symmetric: every zero point the same."""
     rows, columns = weight.shape
     return {
@@ -63,11 +60,11 @@ def gptq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def awq(module, weight):
     return {name: tensor for name, tensor in gptq(module, weight).items() if not name.endswith(".g_idx")}
 
 
-def modelopt_awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def modelopt_awq(module, weight):
     """NVFP4 of weights that were scaled first, as `export_hf_checkpoint` of nvidia-modelopt 0.47 saves it."""
     rows, columns = weight.shape
     return {
@@ -78,7 +75,7 @@ def modelopt_awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def mxfp6(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+def mxfp6(module, weight):
     """Four codes in three bytes, groups of 32 with a power of two. Source: compressed-tensors `mxfp6/base.py`."""
     rows, columns = weight.shape
     return {
@@ -87,18 +84,18 @@ def mxfp6(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def stated(method: str, **content: Any) -> dict[str, Any]:
+def stated(method, **content):
     return {"quantization_config": {"quant_method": method, **content}}
 
 
-def stated_mxfp6(form: str) -> dict[str, Any]:
+def stated_mxfp6(form):
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "format": "mxfp6-quantized"}
     return {"quantization_config": group_config(form, group | {"input_activations": weights | {"dynamic": "local"}})}
 
 
 # What config.json says: mlx-lm writes both keys.
-FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
+FORMATS = {
     "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
     "MLX of before": (mlx, {"quantization": {"group_size": 32, "bits": 4}}),
     "MLX of mode mxfp4": (mlx_mxfp4, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
@@ -112,14 +109,14 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
 }
 
 
-def copied(release: Path, path: Path, content: Mapping[str, Tensor], form: str = "pt") -> Path:
+def copied(release, path, content, form="pt"):
     shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(dict(content), path / "model.safetensors", metadata={"format": form})
     return path
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_verb_names_the_format_and_judges_nothing(form: str, releases: PathOf, tmp_path: Path) -> None:
+def test_every_verb_names_the_format_and_judges_nothing(form, releases, tmp_path):
     (parts, config), name = FORMATS[form], form.partition(" of ")[0]
     release, content = releases("qwen2-untied"), dict[str, Tensor]()
     for key, tensor in models.tensors(release).items():
@@ -131,7 +128,7 @@ def test_every_verb_names_the_format_and_judges_nothing(form: str, releases: Pat
         assert (report.findings, report.status) == ([], "inconclusive")
         assert len([reason for reason in report.reasons if name in reason]) == 1
     method = config.get("quantization_config", {}).get("quant_method")
-    error: type[CkptkitError] = CkptkitError
+    error = CkptkitError
     words = method or "quantization_config"
     if method in ("compressed-tensors", "modelopt") or name == "MLX":
         error, words = UnsupportedError, name.partition("'s")[0]
@@ -146,7 +143,7 @@ def test_every_verb_names_the_format_and_judges_nothing(form: str, releases: Pat
     assert not (tmp_path / "int4").exists()
 
 
-def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(releases: PathOf, tmp_path: Path) -> None:
+def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(releases, tmp_path):
     """mlx-lm's conversion to bfloat16: `switch_mlp` holds the experts of a layer in one tensor each."""
     content, experts = dict[str, Tensor](), dict[str, list[Tensor]]()
     for name, tensor in models.tensors(releases("qwen3_moe")).items():
@@ -164,6 +161,6 @@ def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(release
         convert(path, tmp_path / "megatron")
 
 
-def test_plain_weights_that_mlx_wrote_are_read(releases: PathOf, tmp_path: Path) -> None:
+def test_plain_weights_that_mlx_wrote_are_read(releases, tmp_path):
     release = releases("qwen2-untied")
     assert verify(copied(release, tmp_path / "mlx", models.tensors(release), "mlx")).findings == []

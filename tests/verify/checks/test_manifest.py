@@ -1,9 +1,6 @@
 """Manifests: digests computed independently, written by every verb, and CK120, which proves a copy with them."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +8,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 from mutations.edits import replace, tensor
 from support import models
-from support.fixture_types import PathOf, RunAlone
 from support.messages import text_with
-from torch import Tensor
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.app.cli import cli
@@ -27,33 +22,33 @@ from ckptkit.verify.run import verify
 UP = "model.layers.3.mlp.up_proj.weight"
 
 
-def digest_of(tensor: Tensor) -> str:
+def digest_of(tensor):
     return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def test_a_digest_is_blake3() -> None:
+def test_a_digest_is_blake3():
     expected = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
     digest = TensorDigest.of(torch.tensor([97, 98, 99], dtype=torch.uint8))
     assert digest.to_json() == ["uint8", [3], expected]
     assert extremes(torch.tensor([97, 98, 99], dtype=torch.uint8)).digest.hex() == expected
 
 
-def promised(path: Path) -> Any:
+def promised(path):
     return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
-def manifests(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def manifests(releases, tmp_path_factory):
     root = tmp_path_factory.mktemp("manifests")
 
-    def manifest(name: str) -> Path:
+    def manifest(name):
         path = root / f"{name}.json"
         return path if path.exists() else make_manifest(releases(name), path)
 
     return manifest
 
 
-def test_the_manifest_of_a_release(releases: PathOf, manifests: PathOf) -> None:
+def test_the_manifest_of_a_release(releases, manifests):
     release = releases("glm4_moe")
     content = promised(manifests("glm4_moe"))
     assert content["schema"] == "ckptkit-manifest/2"
@@ -66,7 +61,7 @@ def test_the_manifest_of_a_release(releases: PathOf, manifests: PathOf) -> None:
     assert content["files"] == {name: blake3((release / name).read_bytes()).hexdigest() for name in files}
 
 
-def test_what_is_converted_has_a_manifest(releases: PathOf, tmp_path: Path) -> None:
+def test_what_is_converted_has_a_manifest(releases, tmp_path):
     release, there, back = releases("glm4_moe"), tmp_path / "megatron", tmp_path / "back"
     convert(release, there)
     convert(there, back)
@@ -87,7 +82,7 @@ def test_what_is_converted_has_a_manifest(releases: PathOf, tmp_path: Path) -> N
         assert verify(path, manifest=path / "ckptkit.json").findings == []
 
 
-def test_what_is_quantized_has_a_manifest_that_tells_its_source(releases: PathOf, tmp_path: Path) -> None:
+def test_what_is_quantized_has_a_manifest_that_tells_its_source(releases, tmp_path):
     sources = set()
     for name in ("qwen2-tied", "qwen2-untied"):
         quantize(releases(name), tmp_path / name, QuantScheme(32, "qmax7"))
@@ -100,7 +95,7 @@ def test_what_is_quantized_has_a_manifest_that_tells_its_source(releases: PathOf
     assert len(sources) == 2
 
 
-def test_a_copy_is_proved_without_its_source(manifests: PathOf, fresh: PathOf) -> None:
+def test_a_copy_is_proved_without_its_source(manifests, fresh):
     report = verify(fresh("glm4_moe"), manifest=manifests("glm4_moe"))
     assert report.findings == []
     (result,) = [check for check in report.checks if check.code == "CK120"]
@@ -115,7 +110,7 @@ READ_BY_LOADERS = (
 READ_BY_NONE = ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.txt")
 
 
-def test_every_difference_from_the_manifest_is_found(manifests: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+def test_every_difference_from_the_manifest_is_found(manifests, fresh, alone):
     path = fresh("qwen2-tied")
     new = {UP: tensor(path, UP).half(), "lm_head.weight": torch.ones(352, 128, dtype=torch.bfloat16)}
     replace(path, new, ["model.norm.weight"])
@@ -137,9 +132,7 @@ def test_every_difference_from_the_manifest_is_found(manifests: PathOf, fresh: P
     }
 
 
-def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(
-    fresh_megatron: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(fresh_megatron, tmp_path, alone):
     path = fresh_megatron("qwen2-tied")
     manifest = make_manifest(path, tmp_path / "manifest.json")
     (path / "hf" / "modeling_x.py").write_text("x")
@@ -149,9 +142,7 @@ def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(
 
 
 @pytest.mark.parametrize("side", ["fused", "megatron"])
-def test_names_on_disk_are_compared_whatever_the_source(
-    side: str, releases: PathOf, converted: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_names_on_disk_are_compared_whatever_the_source(side, releases, converted, tmp_path, alone):
     path = releases("glm4_moe", fused=True) if side == "fused" else converted("glm4_moe")
     manifest = make_manifest(path, tmp_path / "manifest.json")
     result, findings = alone("CK120", path, manifest=manifest, source_path=releases("glm4_moe"))
@@ -160,9 +151,9 @@ def test_names_on_disk_are_compared_whatever_the_source(
     assert result.tensors_compared == len(promised(manifest)["tensors"])
 
 
-def test_manifests_that_are_malformed_are_refused(manifests: PathOf, tmp_path: Path) -> None:
+def test_manifests_that_are_malformed_are_refused(manifests, tmp_path):
     sound, path = promised(manifests("qwen2-tied")), tmp_path / "manifest.json"
-    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+    wrong = (
         ({"schema": "something/2"}, "something/2"),
         ({"tensors": {}}, "digests"),
         ({"files": {"config.json": "short"}}, r"config\.json.* BLAKE3"),
@@ -175,7 +166,7 @@ def test_manifests_that_are_malformed_are_refused(manifests: PathOf, tmp_path: P
             read_manifest(path)
 
 
-def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf, tmp_path: Path) -> None:
+def test_manifest_command_output_is_verified_by_the_verify_command(fresh, tmp_path):
     path = fresh("qwen2-tied")
     run = CliRunner().invoke
     made = run(cli, ["manifest", str(path), "--output", str(tmp_path / "kept.json")])
@@ -185,7 +176,7 @@ def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf
     assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 1
 
 
-def test_a_manifest_replaces_nothing_and_has_no_name_that_loaders_read(fresh: PathOf) -> None:
+def test_a_manifest_replaces_nothing_and_has_no_name_that_loaders_read(fresh):
     model = fresh("qwen2-tied")
     before = models.content(model)
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):

@@ -3,11 +3,8 @@
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import ChangedError
@@ -17,27 +14,27 @@ from ckptkit.verify.diff.diff import diff
 from ckptkit.verify.run import verify
 
 
-def log(path: Path) -> None:
+def log(path):
     (path / "train.log").write_text("step 11\n")
     (path / "runs").mkdir(exist_ok=True)
     (path / "runs" / "events.out.tfevents.1").write_bytes(b"\0")
     (path / "trainer_state.json").write_text("{}")
 
 
-def another_iteration(path: Path) -> None:
+def another_iteration(path):
     """As Megatron saves one beside the release, and says so in the tracker."""
     shutil.copytree(path / "release", path / "iter_0000011")
     (path / "latest_checkpointed_iteration.txt").write_text("11")
 
 
-def another_checkpoint(path: Path) -> None:
+def another_checkpoint(path):
     """As transformers' trainer saves one below the model."""
     shutil.copytree(path, path.parent / "checkpoint-11")
     shutil.move(path.parent / "checkpoint-11", path / "checkpoint-11")
 
 
-def touched(pattern: str) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
+def touched(pattern):
+    def change(path):
         file = min(path.glob(pattern))
         file.write_bytes(file.read_bytes())
         os.utime(file, ns=(1, 1))
@@ -45,7 +42,7 @@ def touched(pattern: str) -> Callable[[Path], None]:
     return change
 
 
-def one_more_shard(path: Path) -> None:
+def one_more_shard(path):
     shutil.copy(min(path.glob("*.safetensors")), path / "model-00099-of-00099.safetensors")
 
 
@@ -53,11 +50,11 @@ Meanwhile = Callable[[Callable[[], None]], None]
 
 
 @pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Meanwhile:
+def meanwhile(monkeypatch):
     """`meanwhile(change)`: what happens when all checks have run, and before the files are looked at again."""
 
-    def at_the_end(change: Callable[[], None]) -> None:
-        def run_checks(*arguments: Any) -> Any:
+    def at_the_end(change):
+        def run_checks(*arguments):
             outcome = run_all(*arguments)
             change()
             return outcome
@@ -81,8 +78,8 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Meanwhile:
     ],
 )
 def test_a_file_of_the_checkpoint_that_changes_ends_the_run_and_no_other(
-    kind: str, change: Callable[[Path], None], is_own: bool, fresh: PathOf, fresh_megatron: PathOf, meanwhile: Meanwhile
-) -> None:
+    kind, change, is_own, fresh, fresh_megatron, meanwhile
+):
     path = (fresh if kind == "hf" else fresh_megatron)("qwen2-tied")
     meanwhile(lambda: change(path))
     if is_own:
@@ -93,7 +90,7 @@ def test_a_file_of_the_checkpoint_that_changes_ends_the_run_and_no_other(
         assert (report.status, report.findings) == ("passed", [])
 
 
-def test_a_source_counts_as_the_checkpoint_does(releases: PathOf, fresh: PathOf, meanwhile: Meanwhile) -> None:
+def test_a_source_counts_as_the_checkpoint_does(releases, fresh, meanwhile):
     source = fresh("qwen2-tied")
     meanwhile(lambda: log(source))
     assert verify(releases("qwen2-tied"), source=source).status == "passed"
@@ -102,13 +99,11 @@ def test_a_source_counts_as_the_checkpoint_does(releases: PathOf, fresh: PathOf,
         verify(releases("qwen2-tied"), source=source)
 
 
-def test_diff_takes_a_log_for_none_of_its_files(
-    releases: PathOf, fresh: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diff_takes_a_log_for_none_of_its_files(releases, fresh, monkeypatch):
     path = fresh("qwen2-tied")
     compare = diff.__globals__["compare_checkpoints"]
 
-    def compared(*arguments: object, **named: object) -> object:
+    def compared(*arguments, **named):
         result = compare(*arguments, **named)
         log(path)
         return result

@@ -1,27 +1,20 @@
 """CK114 to CK117, CK111 and CK107: a torch_dist checkpoint wrong in one way; what real Megatron writes is silent."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations.edits import edit_common
 from mutations.edits import saved as blob_of
 from support import models
-from support.fixture_types import PathOf, RunAlone
 from support.megatron_saves import SAVES
 from support.messages import text_with
 from support.nightly import daily
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflatten
 from ckptkit.verify.checks.values.optimizer import has_optimizer, masters_round, optimizer_sound, optimizer_whole
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.run import verify
@@ -30,24 +23,24 @@ CODES = ["CK114", "CK115", "CK116", "CK117"]
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
 
 
-def edit_args(path: Path, **changes: Any) -> None:
+def edit_args(path, **changes):
     edit_common(path, lambda common: vars(common["args"]).update(changes))
 
 
 @pytest.mark.parametrize("label", daily(LABELS, LABELS[1::2]))
-def test_what_megatron_writes_is_silent(label: str, saved: Path, passes: Callable[..., None]) -> None:
+def test_what_megatron_writes_is_silent(label, saved, passes):
     for code in CODES:
         passes(code, saved / label)
 
 
-def test_an_hf_directory_has_no_keys(releases: PathOf, alone: RunAlone) -> None:
+def test_an_hf_directory_has_no_keys(releases, alone):
     assert [alone(code, releases("qwen2-tied")) for code in CODES] == [(None, [])] * len(CODES)
 
 
 # CK114
 
 
-def test_training_arguments_without_sizes_require_no_keys(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_training_arguments_without_sizes_require_no_keys(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied")
     edit_common(path, lambda common: common.update(args=Namespace(seed=1)))
     assert alone("CK114", path)[1] == []
@@ -60,7 +53,7 @@ def test_training_arguments_without_sizes_require_no_keys(fresh_megatron: PathOf
 # CK115
 
 
-def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron, alone):
     """A list as moe_layer_freq makes Megatron give each layer its keys, whatever non_homogeneous_layers says."""
     path = fresh_megatron("glm4_moe")
     edit_common(path, lambda common: common["content_metadata"].update(non_homogeneous_layers=False))
@@ -70,9 +63,7 @@ def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron: PathOf, alone
 # CK111
 
 
-def test_versions_that_megatron_does_not_know(
-    fresh_megatron: PathOf, edit_json: Callable[..., None], alone: RunAlone
-) -> None:
+def test_versions_that_megatron_does_not_know(fresh_megatron, edit_json, alone):
     path = fresh_megatron("qwen2-tied")
     file = path / "release" / "metadata.json"
     sound = file.read_text()
@@ -89,7 +80,7 @@ def test_versions_that_megatron_does_not_know(
 # CK107
 
 
-def test_a_run_in_another_dtype_than_its_weights(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_a_run_in_another_dtype_than_its_weights(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied")
     edit_args(path, params_dtype=torch.bfloat16)
     assert alone("CK107", path)[1] == []
@@ -110,7 +101,7 @@ BUCKETS, NAMED, SEVERAL = (
 CHECKS = (optimizer_whole, optimizer_sound, masters_round)
 
 
-def found(root: Path) -> tuple[list[Finding], list[int]]:
+def found(root):
     subject, tallies = Subject(root), [Tally() for _ in CHECKS]
     findings = [one for check, tally in zip(CHECKS, tallies, strict=True) for one in check(subject, tally)]
     return findings, [tally.tensors for tally in tallies]
@@ -125,11 +116,11 @@ def found(root: Path) -> tuple[list[Finding], list[int]]:
         (NAMED, [141, 3 * (121 + 240), 121 + 240]),
     ],
 )
-def test_what_megatron_saves_is_sound(saved: Path, label: str, looked_at: list[int]) -> None:
+def test_what_megatron_saves_is_sound(saved, label, looked_at):
     assert found(saved / label) == ([], looked_at)
 
 
-def test_parameters_that_megatron_takes_from_the_wrong_place_are_found(saved: Path) -> None:
+def test_parameters_that_megatron_takes_from_the_wrong_place_are_found(saved):
     """Releases up to megatron-core 0.19.2 count a bucket's padding, which the gathered state does not have."""
     findings, _ = found(saved / SEVERAL)
     assert {(one.code, one.severity) for one in findings} == {("CK214", "error")}
@@ -139,17 +130,17 @@ def test_parameters_that_megatron_takes_from_the_wrong_place_are_found(saved: Pa
     assert not any("output_layer" in name for name in last)
 
 
-def test_a_checkpoint_without_an_optimizer_is_not_looked_at(saved: Path, releases: Callable[[str], Path]) -> None:
+def test_a_checkpoint_without_an_optimizer_is_not_looked_at(saved, releases):
     with pytest.raises(NotApplicable):
         has_optimizer(Subject(releases("qwen2-untied")))
     has_optimizer(Subject(saved / BUCKETS))
 
 
 @pytest.fixture
-def broken(saved: Path, copy_of: Callable[[Path], Path]) -> Callable[[str, Callable[[Tensor], Tensor]], Path]:
+def broken(saved, copy_of):
     """`broken(kind, change)`: a copy in which the numbers of one kind of state in a bucket are others."""
 
-    def make(kind: str, change: Callable[[Tensor], Tensor]) -> Path:
+    def make(kind, change):
         root = copy_of(saved / BUCKETS)
         path = root / "iter_0000010"
         stored = next(one for key, one in read_metadata(path).tensors.items() if key.endswith(f"bucket_idx_0.{kind}"))
@@ -158,7 +149,7 @@ def broken(saved: Path, copy_of: Callable[[Path], Path]) -> Callable[[str, Calla
             begin = file.tell()
             length = file.write(blob_of(change(chunk.blob.tensor(stored.dtype, chunk.sizes))))
 
-        def point(content: Metadata) -> None:
+        def point(content):
             for at, info in content.storage_data.items():
                 if at.fqn == stored.key and tuple(at.offset or ()) == chunk.offsets:
                     info.offset, info.length = begin, length
@@ -178,19 +169,19 @@ def broken(saved: Path, copy_of: Callable[[Path], Path]) -> Callable[[str, Calla
     ],
 )
 def test_a_bucket_with_other_numbers(
-    broken: Callable[[str, Callable[[Tensor], Tensor]], Path],
-    kind: str,
-    change: Callable[[Tensor], Tensor],
-    codes: list[str],
-) -> None:
+    broken,
+    kind,
+    change,
+    codes,
+):
     findings, _ = found(broken(kind, change))
     assert [one.code for one in findings] == codes
 
 
-def test_a_bucket_without_one_kind(saved: Path, copy_of: Callable[[Path], Path]) -> None:
+def test_a_bucket_without_one_kind(saved, copy_of):
     root = copy_of(saved / BUCKETS)
 
-    def lose_moment(content: Metadata) -> None:
+    def lose_moment(content):
         for key in [key for key in content.state_dict_metadata if "dp_group_idx_1" in key and key.endswith(".exp_avg")]:
             del content.state_dict_metadata[key]
 
@@ -200,7 +191,7 @@ def test_a_bucket_without_one_kind(saved: Path, copy_of: Callable[[Path], Path])
     assert "dp_group_idx_1" in (finding.tensor or "")
 
 
-def test_state_whose_parts_were_flattened_is_seen_in_the_shape_of_its_weight() -> None:
+def test_state_whose_parts_were_flattened_is_seen_in_the_shape_of_its_weight():
     weight = torch.arange(4 * 6).reshape(4, 6)
     # Two parts along each axis, [2, 3] each, row by row.
     parts = [[weight[row : row + 2, column : column + 3].reshape(-1) for column in (0, 3)] for row in (0, 2)]
@@ -213,7 +204,7 @@ def test_state_whose_parts_were_flattened_is_seen_in_the_shape_of_its_weight() -
     assert not is_flattened((4, 6), (4, 6))
 
 
-def test_a_short_chunk_that_begins_where_no_parameter_can_is_padding() -> None:
+def test_a_short_chunk_that_begins_where_no_parameter_can_is_padding():
     assert is_padding(offset=100, elements=28)
     assert not is_padding(offset=128, elements=28)
     assert not is_padding(offset=100, elements=64)

@@ -1,34 +1,28 @@
 """CK306, CK308, CK305 and lint of checkpoints with two formats, and what two configs of one say differently."""
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations.edits import edit_config
 from support import floats
-from support.fixture_types import PathOf, RunAlone
 from support.messages import text_with
 from support.models import edit, tensors
 from support.quantized import group_config, int4, rewrite, write
-from torch import Tensor
 
 from ckptkit.quant.formats.modelopt import differing_configs
 from ckptkit.quant.ignore.lint import lint
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.run import verify
 
 ATTENTION, MLP = "model.layers.3.self_attn", "model.layers.4.mlp"
 PACKED, SCHEME = "pack-quantized", {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
+def packed(plain, path, others):
     """qwen2-untied in INT4 with groups of 32; `others`: what is another way, by module, each in a group of its own."""
     usual = [name.removesuffix(".weight") for name in tensors(plain) if name.endswith("_proj.weight")]
 
-    def store(name: str, weight: Tensor) -> Mapping[str, Tensor]:
+    def store(name, weight):
         if (module := name.removesuffix(".weight")) not in usual:
             return {name: weight}
         scheme = {key: one for key, one in (SCHEME | others.get(module, {})).items() if one is not None}
@@ -47,13 +41,13 @@ def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
     return path
 
 
-def by_source(path: Path, plain: Path) -> list[Finding]:
+def by_source(path, plain):
     return [one for one in verify(path, source=plain).findings if one.code == "CK305"]
 
 
 EIGHT, WIDE, SHIFTED = {"num_bits": 8}, {"group_size": 64}, {"symmetric": False}
 ROWS = {"strategy": "channel", "group_size": None}
-MIXED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+MIXED = {
     "gate in 8 bits": ({f"{MLP}.gate_proj": EIGHT}, "INT8, groups of 32"),
     "k and v in 8 bits": ({f"{ATTENTION}.{part}_proj": EIGHT for part in "kv"}, "INT4, groups of 32"),
     "up in groups of 64 of 8 bits": ({f"{MLP}.up_proj": EIGHT | WIDE}, "INT8, groups of 64"),
@@ -63,9 +57,7 @@ MIXED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("what", MIXED)
-def test_a_fused_layer_packed_in_two_ways_is_found(
-    what: str, releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_a_fused_layer_packed_in_two_ways_is_found(what, releases, tmp_path, alone):
     others, said = MIXED[what]
     path = packed(releases("qwen2-untied"), tmp_path / "mixed", others)
     (found,) = alone("CK306", path)[1]
@@ -78,7 +70,7 @@ def test_a_fused_layer_packed_in_two_ways_is_found(
     assert linted.severity == "error"
 
 
-SOUND: dict[str, dict[str, dict[str, Any]]] = {
+SOUND = {
     "fused layers in 8 bits": {f"{MLP}.{part}_proj": EIGHT for part in ("gate", "up")}
     | {f"{ATTENTION}.{part}_proj": EIGHT for part in "qkv"},
     "single layers": {f"{MLP}.down_proj": SHIFTED, f"{ATTENTION}.o_proj": ROWS},
@@ -87,7 +79,7 @@ SOUND: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", SOUND)
-def test_layers_packed_in_ways_of_their_own_are_sound(what: str, releases: PathOf, tmp_path: Path) -> None:
+def test_layers_packed_in_ways_of_their_own_are_sound(what, releases, tmp_path):
     plain = releases("qwen2-untied")
     path = packed(plain, tmp_path / "mixed", SOUND[what])
     report = verify(path, source=plain, readers=("vllm",))
@@ -97,16 +89,14 @@ def test_layers_packed_in_ways_of_their_own_are_sound(what: str, releases: PathO
     assert [one.kind for one in lint(path, readers=("vllm",)).findings if one.severity == "error"] == []
 
 
-def test_weights_of_8_bits_that_are_not_the_sources_are_found(
-    releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_weights_of_8_bits_that_are_not_the_sources_are_found(releases, tmp_path, alone):
     plain, module = releases("qwen2-untied"), f"{MLP}.down_proj"
     path = packed(plain, tmp_path / "mixed", {module: EIGHT})
     edit(path, f"{module}.weight_scale", tensors(path)[f"{module}.weight_scale"] * 1.25)
     assert [one.tensor for one in by_source(path, plain)] == [f"{module}.weight"]
 
 
-def mxfp8(module: str, weight: Tensor, off: int) -> dict[str, Tensor]:
+def mxfp8(module, weight, off):
     """OCP's own rule: the power of two below the largest weight is 256 steps, and what is above 448 is cut.
 
     `off`: how much larger the exponents are.
@@ -118,7 +108,7 @@ def mxfp8(module: str, weight: Tensor, off: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("off", "count"), [(0, 0), (1, 0), (-1, 84)])
-def test_mxfp8_of_ocps_rule_is_within_half_a_step(off: int, count: int, releases: PathOf, tmp_path: Path) -> None:
+def test_mxfp8_of_ocps_rule_is_within_half_a_step(off, count, releases, tmp_path):
     """One exponent more, as a quantizer that rounds up has it, only loses range; with fewer, weights are cut."""
     plain, content = releases("qwen2-untied"), {"quantization_config": {"quant_method": "mxfp8"}}
     spelling = floats.Spelling(lambda module, weight: mxfp8(module, weight, off), content, columns=32)
@@ -130,7 +120,7 @@ OURS = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ig
 FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 THEIRS = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 # The quantization_config of config.json, what hf_quant_config.json has, and what differs.
-TWO: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
+TWO = {
     "cache there": (OURS, THEIRS | {"kv_cache_quant_algo": "FP8"}, {"kv_cache"}),
     "cache here": (OURS | {"kv_cache_scheme": FP8_CACHE}, THEIRS, {"kv_cache"}),
     "cache of 4 bits": (
@@ -160,7 +150,7 @@ TWO: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 }
 
 
-def test_two_configs_of_one_checkpoint_are_compared(tmp_path: Path) -> None:
+def test_two_configs_of_one_checkpoint_are_compared(tmp_path):
     """ModelOpt writes hf_quant_config.json with a key `quantization`, and from 1.0 on as in config.json."""
     for what, (ours, theirs, differing) in TWO.items():
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ours}))
@@ -172,9 +162,7 @@ def test_two_configs_of_one_checkpoint_are_compared(tmp_path: Path) -> None:
             assert all("(config.json)" in one and "(hf_quant_config.json)" in one for one in found.values()), what
 
 
-def test_a_cache_in_one_config_of_two_is_an_error(
-    releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], alone: RunAlone
-) -> None:
+def test_a_cache_in_one_config_of_two_is_an_error(releases, tmp_path, edit_json, alone):
     path = floats.write(releases("qwen2-untied"), tmp_path / "release" / "nvfp4", floats.SPELLINGS["nvfp4-modelopt"])
     file = path / "hf_quant_config.json"
     beside = json.loads(file.read_text())["quantization"]
@@ -193,8 +181,8 @@ def test_a_cache_in_one_config_of_two_is_an_error(
     assert "codes" in found.actual
 
 
-def test_int8_of_llm_compressor_is_named_and_not_judged(releases: PathOf, tmp_path: Path) -> None:
-    def by_row(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+def test_int8_of_llm_compressor_is_named_and_not_judged(releases, tmp_path):
+    def by_row(weight):
         scale = weight.float().abs().amax(-1, keepdim=True) / 127
         return {"": (weight.float() / scale).round().to(torch.int8), "_scale": scale.bfloat16()}, weight
 

@@ -2,16 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import CASES, case
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
 from support.nightly import daily
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config
@@ -38,10 +34,10 @@ TOWERS = {
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def release(tmp_path_factory):
     root = tmp_path_factory.mktemp("multimodal")
 
-    def made(name: str) -> Path:
+    def made(name):
         if not (root / name).exists():
             case.save(name, CASES[name], root / name, torch.bfloat16)
         return root / name
@@ -49,13 +45,11 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def config_of(path):
     return dict(json.loads((path / "config.json").read_text()))
 
 
-def stored(
-    source: Path, path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
-) -> Path:
+def stored(source, path, tensors, config=None):
     """The release with other tensors, in one file, and perhaps another config."""
     shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
@@ -64,15 +58,13 @@ def stored(
     return path
 
 
-def without(source: Path, path: Path, *begins: str) -> Path:
+def without(source, path, *begins):
     tensors = models.tensors(source)
     return stored(source, path, {key: value for key, value in tensors.items() if not key.startswith(begins)})
 
 
 @pytest.mark.parametrize("name", daily(TOWERS, ("qwen2_5_vl", "qwen3_vl-tied", "gemma3", "kimi_k25")))
-def test_a_lost_vision_tower_is_found_in_headers(
-    name: str, release: PathOf, tmp_path: Path, codes: CodesOf, passes: Callable[..., None]
-) -> None:
+def test_a_lost_vision_tower_is_found_in_headers(name, release, tmp_path, codes, passes):
     """SGLang builds it all the same and leaves it unwritten: tests/verify/witnesses/test_sglang_configs.py."""
     passes("CK730", release(name))
     path = without(release(name), tmp_path / "model", *(tower.removesuffix("*") for tower in TOWERS[name]))
@@ -87,21 +79,19 @@ def test_a_lost_vision_tower_is_found_in_headers(
     ("name", "lost"),
     [("qwen3_vl-tied", "model.visual.blocks.1."), ("gemma3", "vision_tower.encoder.layers.1.")],
 )
-def test_a_lost_block_of_a_tower_is_named(
-    name: str, lost: str, release: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_a_lost_block_of_a_tower_is_named(name, lost, release, tmp_path, alone):
     tensors = models.tensors(release(name)).items()
     matrices = {key for key, value in tensors if key.startswith(lost) and key.endswith("weight") and value.ndim == 2}
     _, found = alone("CK730", without(release(name), tmp_path / "model", lost))
     assert {str(finding.tensor) for finding in found} == matrices
 
 
-def test_a_class_of_the_language_model_alone_needs_no_tower(release: PathOf, alone: RunAlone) -> None:
+def test_a_class_of_the_language_model_alone_needs_no_tower(release, alone):
     for name in ("gemma3_text", "qwen3_5_text-tied", "qwen3-tied"):
         assert alone("CK730", release(name)) == (None, [])
 
 
-def test_convert_refuses_to_write_a_class_without_its_tower(release: PathOf, tmp_path: Path) -> None:
+def test_convert_refuses_to_write_a_class_without_its_tower(release, tmp_path):
     """As after training on text: the Megatron checkpoint has no tower, and --hf names a directory with a config."""
     source = release("qwen3_vl-tied")
     convert(source, tmp_path / "megatron")
@@ -119,13 +109,13 @@ def test_convert_refuses_to_write_a_class_without_its_tower(release: PathOf, tmp
     assert models.unequal(tmp_path / "hf", source) == []
 
 
-def test_convert_says_that_its_source_has_no_tower(release: PathOf, tmp_path: Path) -> None:
+def test_convert_says_that_its_source_has_no_tower(release, tmp_path):
     path = without(release("qwen3_vl-tied"), tmp_path / "model", "model.visual.")
     (note,) = convert(path, tmp_path / "megatron").notes
     assert note == text_with("model.visual.*")
 
 
-def text_of(source: Path, **changes: Any) -> dict[str, Any]:
+def text_of(source, **changes):
     config = config_of(source)
     return dict(config["text_config"]) | {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | changes
 
@@ -135,7 +125,7 @@ GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 # A release, changes that make its config that of the language model alone, how names begin by the config's class, and
 # how they do.
-RENAMED: tuple[tuple[str, dict[str, Any] | None, str, str], ...] = (
+RENAMED = (
     ("gemma3", GEMMA3, "model.", "language_model.model."),
     ("qwen3_vl-tied", None, "model.language_model.", "model."),
     ("gemma3", None, "language_model.model.", "model."),
@@ -146,9 +136,7 @@ RENAMED: tuple[tuple[str, dict[str, Any] | None, str, str], ...] = (
 
 
 @pytest.mark.parametrize("which", daily(RENAMED, [RENAMED[0], RENAMED[1], RENAMED[5]]), ids=str)
-def test_names_of_another_class_are_one_finding(
-    which: tuple[str, dict[str, Any] | None, str, str], release: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_names_of_another_class_are_one_finding(which, release, tmp_path, only):
     name, changes, root, other = which
     source, config = release(name), config_of(release(name))
     tensors = models.tensors(source)
@@ -168,7 +156,7 @@ def test_names_of_another_class_are_one_finding(
     assert f"{root}*" in finding.hint
 
 
-def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(release: PathOf, tmp_path: Path) -> None:
+def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(release, tmp_path):
     """As the hint says; SGLang refuses them with a KeyError (test_sglang_configs.py)."""
     tensors = {
         key.replace("language_model.model.", "model.language_model.")
@@ -183,7 +171,7 @@ def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(release: 
     assert "transformers" in finding.hint
 
 
-def test_a_renamed_language_model_of_qwen3_5_is_a_warning(release: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_a_renamed_language_model_of_qwen3_5_is_a_warning(release, tmp_path, only):
     """transformers loads these whole, and AutoModelForCausalLM saves them so; SGLang's class has other names."""
     source = release("qwen3_5")
     tensors = {
@@ -202,7 +190,7 @@ def test_a_renamed_language_model_of_qwen3_5_is_a_warning(release: PathOf, tmp_p
     assert verify(stored(source, tmp_path / "sound", renamed, config)).findings == []
 
 
-def test_what_is_wrong_beside_the_spelling_is_still_said(release: PathOf, tmp_path: Path) -> None:
+def test_what_is_wrong_beside_the_spelling_is_still_said(release, tmp_path):
     source = release("qwen3_vl-tied")
     tensors = {
         key.replace("model.language_model.", "model."): value
@@ -217,13 +205,13 @@ def test_what_is_wrong_beside_the_spelling_is_still_said(release: PathOf, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(releases, tmp_path_factory):
     path = tmp_path_factory.mktemp("fused") / "int4"
     ckptkit.quantize(releases("qwen3_moe"), path, int4_scheme(group_size=32))
     return path
 
 
-def test_packed_experts_are_an_error_for_transformers_alone(int4: Path) -> None:
+def test_packed_experts_are_an_error_for_transformers_alone(int4):
     report = ckptkit.verify(int4, readers=["transformers"])
     assert report.status == "failed"
     assert {(finding.code, finding.severity) for finding in report.findings} == {("CK302", "error")}
@@ -233,14 +221,14 @@ def test_packed_experts_are_an_error_for_transformers_alone(int4: Path) -> None:
     assert ckptkit.verify(int4, readers=["sglang", "vllm", "slime", "miles"]).findings == []
 
 
-def test_dense_model_and_plain_experts_have_no_finding_for_transformers(releases: PathOf, tmp_path: Path) -> None:
+def test_dense_model_and_plain_experts_have_no_finding_for_transformers(releases, tmp_path):
     for name, ignore in (("qwen2-untied", ()), ("qwen3_moe", (r"re:.*\.experts\..*",))):
         scheme = int4_scheme(group_size=32, ignore=ignore)
         ckptkit.quantize(releases(name), tmp_path / name, scheme, readers=["transformers"])
         assert ckptkit.verify(tmp_path / name, readers=["transformers"]).findings == []
 
 
-def test_quantize_for_transformers_refuses_experts(releases: PathOf, tmp_path: Path) -> None:
+def test_quantize_for_transformers_refuses_experts(releases, tmp_path):
     scheme = int4_scheme(group_size=32)
     with pytest.raises(CkptkitError, match="--reader") as caught:
         ckptkit.quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, readers=["transformers", "vllm"])
@@ -248,7 +236,7 @@ def test_quantize_for_transformers_refuses_experts(releases: PathOf, tmp_path: P
     assert not (tmp_path / "int4").exists()
 
 
-def test_model_that_transformers_has_no_class_for_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_transformers_has_no_class_for_is_not_judged(monkeypatch):
     assert fused_in_transformers({"model_type": "kimi_k2"}) is None
     # As `import sglang` registers it, in the process where it happens.
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "kimi_k2", DeepseekV3Config)
@@ -256,7 +244,7 @@ def test_model_that_transformers_has_no_class_for_is_not_judged(monkeypatch: pyt
     assert fused_in_transformers({"model_type": "kimi_k2"}) is None
 
 
-def test_experts_that_a_target_names_are_left_to_a_later_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_a_target_names_are_left_to_a_later_transformers(monkeypatch):
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 64, "num_experts": 4}
     named = config | {"quantization_config": {"config_groups": {"group_0": {"targets": [r"re:.*experts.*"]}}}}
     assert fused_in_transformers(named) is not None

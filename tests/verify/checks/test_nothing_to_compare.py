@@ -1,8 +1,6 @@
 """Directories in which checks find nothing to look at: the true cause is the one finding, never a request to report."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +8,7 @@ from huggingface_hub.file_download import repo_folder_name
 from mutations.edits import INDEX, edit_index
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -26,32 +22,32 @@ SINGLE = "model.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 
 
-def no_shards(path: Path) -> None:
+def no_shards(path):
     for file in path.glob("*.safetensors"):
         file.unlink()
 
 
-def no_weights(path: Path) -> None:
+def no_weights(path):
     no_shards(path)
     (path / INDEX).unlink()
 
 
-def pointers(path: Path) -> None:
+def pointers(path):
     for file in path.glob("*.safetensors"):
         file.write_text(LFS)
 
 
-def empty_file(path: Path) -> None:
+def empty_file(path):
     no_weights(path)
     (path / SINGLE).touch()
 
 
-def no_tensors(path: Path) -> None:
+def no_tensors(path):
     no_weights(path)
     save_file({}, path / SINGLE, metadata={"format": "pt"})
 
 
-def empty_index(path: Path) -> None:
+def empty_index(path):
     no_shards(path)
     (path / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
 
@@ -68,7 +64,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_true_cause_is_the_one_finding(what: str, fresh: PathOf, only: OnlyFinding) -> None:
+def test_the_true_cause_is_the_one_finding(what, fresh, only):
     change, code, words = BROKEN[what]
     path = fresh("qwen2-tied")
     change(path)
@@ -88,19 +84,19 @@ def test_the_true_cause_is_the_one_finding(what: str, fresh: PathOf, only: OnlyF
 @pytest.mark.parametrize(
     ("file", "content"), [("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}'), ("vocab.json", "{}")]
 )
-def test_tokenizer_without_a_token(file: str, content: str, fresh: PathOf, only: OnlyFinding) -> None:
+def test_tokenizer_without_a_token(file, content, fresh, only):
     path = fresh("qwen2-tied")
     (path / file).write_text(content)
     finding = only(verify(path))
     assert (finding.code, finding.actual) == ("CK706", text_with("files"))
 
 
-def no_keys(metadata: Metadata) -> None:
+def no_keys(metadata):
     metadata.state_dict_metadata.clear()
     metadata.storage_data.clear()
 
 
-def of_an_optimizer(metadata: Metadata) -> None:
+def of_an_optimizer(metadata):
     entries, storage = metadata.state_dict_metadata, metadata.storage_data
     for key in list(entries):
         entries[f"optimizer.state.exp_avg.{key}"] = entries.pop(key)
@@ -109,9 +105,7 @@ def of_an_optimizer(metadata: Metadata) -> None:
 
 
 @pytest.mark.parametrize(("change", "actual"), [(no_keys, "none"), (of_an_optimizer, "none, only optimizer.state.")])
-def test_megatron_checkpoint_without_weights(
-    change: Callable[[Metadata], None], actual: str, fresh_megatron: PathOf, only: OnlyFinding
-) -> None:
+def test_megatron_checkpoint_without_weights(change, actual, fresh_megatron, only):
     path = fresh_megatron("qwen2-tied")
     models.edit_metadata(path / "release", change)
     finding = only(verify(path))
@@ -135,7 +129,7 @@ OTHER_FORMATS = {
 }
 
 
-def test_other_formats_are_named_and_not_judged(fresh: PathOf, tmp_path: Path) -> None:
+def test_other_formats_are_named_and_not_judged(fresh, tmp_path):
     path = fresh("qwen2-tied")
     no_weights(path)
     for file, named in OTHER_FORMATS.items():
@@ -155,7 +149,7 @@ def test_other_formats_are_named_and_not_judged(fresh: PathOf, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
-def test_adapter_without_a_config_of_a_model_is_named(file: str, tmp_path: Path) -> None:
+def test_adapter_without_a_config_of_a_model_is_named(file, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / file)
     with pytest.raises(CkptkitError, match="holds no checkpoint") as refused:
@@ -175,7 +169,7 @@ def test_adapter_without_a_config_of_a_model_is_named(file: str, tmp_path: Path)
 
 
 @pytest.fixture
-def snapshot(releases: PathOf, tmp_path: Path) -> Path:
+def snapshot(releases, tmp_path):
     root = tmp_path / repo_folder_name(repo_id="org/some-model", repo_type="model")
     path, blobs = root / "snapshots" / "0123abcd", root / "blobs"
     path.mkdir(parents=True)
@@ -185,12 +179,12 @@ def snapshot(releases: PathOf, tmp_path: Path) -> Path:
     return path
 
 
-def blobs_of(path: Path) -> Path:
+def blobs_of(path):
     return path.parent.parent / "blobs"
 
 
 @pytest.mark.parametrize("pattern", ["*", "config.json", INDEX, "model-00002-*"])
-def test_links_that_lead_nowhere_are_one_finding(pattern: str, snapshot: Path, only: OnlyFinding) -> None:
+def test_links_that_lead_nowhere_are_one_finding(pattern, snapshot, only):
     assert verify(snapshot).findings == []
     gone = sorted(blobs_of(snapshot).glob(pattern))
     for file in gone:
@@ -201,7 +195,7 @@ def test_links_that_lead_nowhere_are_one_finding(pattern: str, snapshot: Path, o
     assert "`hf download org/some-model --revision 0123abcd`" in finding.hint
 
 
-def test_single_file_that_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding) -> None:
+def test_single_file_that_is_a_link_to_nothing(snapshot, only):
     for file in [*snapshot.glob("*-of-*"), snapshot / INDEX]:
         file.unlink()
     (snapshot / SINGLE).symlink_to(f"../../blobs/{SINGLE}")
@@ -211,16 +205,14 @@ def test_single_file_that_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding
 @pytest.mark.parametrize(
     ("file", "severity", "status"), [("tokenizer.json", "error", "failed"), ("README.md", "warning", "passed")]
 )
-def test_link_to_nothing_is_an_error_where_loaders_follow_it(
-    file: str, severity: str, status: str, snapshot: Path, only: OnlyFinding
-) -> None:
+def test_link_to_nothing_is_an_error_where_loaders_follow_it(file, severity, status, snapshot, only):
     (snapshot / file).symlink_to(f"../../blobs/{file}")
     report = verify(snapshot)
     assert (only(report).code, only(report).severity, report.status) == ("CK102", severity, status)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model-00002-of-00015.safetensors"])
-def test_other_verbs_say_where_the_link_leads(file: str, snapshot: Path, tmp_path: Path, only: OnlyFinding) -> None:
+def test_other_verbs_say_where_the_link_leads(file, snapshot, tmp_path, only):
     (blobs_of(snapshot) / file).unlink()
     for verb in (inspect, lambda path: convert(path, tmp_path / "out")):
         with pytest.raises(CkptkitError, match=f"../../blobs/{file}") as refused:
@@ -235,8 +227,8 @@ def test_other_verbs_say_where_the_link_leads(file: str, snapshot: Path, tmp_pat
 # The rule itself
 
 
-def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases: PathOf) -> None:
-    one = Check("CK999", "nothing", "", "", lambda subject, tally: iter(()), "headers")  # type: ignore[arg-type]
+def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases):
+    one = Check("CK999", "nothing", "", "", lambda subject, tally: iter(()), "headers")
     subject = Subject(releases("qwen2-tied"))
     (failed,) = run_checks(subject, [one]).checks
     assert failed.status == "failed"
@@ -244,7 +236,7 @@ def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases:
     assert (skipped.status, skipped.reason) == ("skipped", text_with("CK102"))
 
 
-def test_names_of_an_index_are_compared_before_its_shards_are_there(fresh: PathOf) -> None:
+def test_names_of_an_index_are_compared_before_its_shards_are_there(fresh):
     path = fresh("qwen2-tied")
     no_shards(path)
     assert {one.code: one.status for one in verify(path).checks}["CK104"] == "passed"

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from mutations.edits import edit_json, replace, tensor
 from mutations.int4 import in_awq_order, unpack
 from support import models, quantized
-from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
 from support.quantized import small_groups_allowed
-from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -36,15 +31,13 @@ DOWN, SHARED = "model.layers.5.mlp.experts.{}.down_proj", "model.layers.{}.mlp.s
 
 
 @pytest.fixture(scope="session")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(releases, tmp_path_factory):
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
     quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
     return path
 
 
-def test_int4_checkpoint_without_defect_has_no_finding(
-    int4: Path, releases: PathOf, converted: PathOf, passes: Callable[..., None]
-) -> None:
+def test_int4_checkpoint_without_defect_has_no_finding(int4, releases, converted, passes):
     """Every family is in test_clean_families.py."""
     for source in (releases("glm4_moe"), converted("glm4_moe")):
         report = verify(int4, source=source)
@@ -57,20 +50,20 @@ def test_int4_checkpoint_without_defect_has_no_finding(
     passes("CK308", int4, 444)  # all that are packed
 
 
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
+def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path, passes):
     """Phi-3 has qkv_proj and gate_up_proj."""
     models.save("phi3", tmp_path / "plain")
     quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "minmax"))
     passes("CK306", tmp_path / "int4")
 
 
-def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None:
+def test_a_plain_checkpoint_is_not_checked_for_packing(releases):
     report = verify(releases("qwen2-tied"), tp=2)
     assert not [check for check in report.checks if check.code.startswith("CK3")]
     assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
 
 
-def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4: Path, fresh: PathOf, only: OnlyFinding) -> None:
+def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4, fresh, only):
     path = fresh("glm4_moe")
     config = json.loads((int4 / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["re:.*"]
@@ -83,9 +76,7 @@ def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4: Path, fres
 
 
 @pytest.mark.parametrize("like", ["release", "no list", "fp8", "ignored"])
-def test_quantizing_nothing_to_int4_is_refused(
-    like: str, int4: Path, releases: PathOf, fresh: PathOf, edit_json: Callable[..., None], tmp_path: Path
-) -> None:
+def test_quantizing_nothing_to_int4_is_refused(like, int4, releases, fresh, edit_json, tmp_path):
     reference = fresh("glm4_moe")
     if like == "no list":
         shutil.copy(int4 / "config.json", reference)
@@ -93,14 +84,14 @@ def test_quantizing_nothing_to_int4_is_refused(
         declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
         edit_json(reference / "config.json", quantization_config=declared)
     scheme = QuantScheme(32, "qmax7", ignore=("re:.*",) if like == "ignored" else ())
-    options: dict[str, Any] = {} if like == "ignored" else {"like": reference}
+    options = {} if like == "ignored" else {"like": reference}
     for dry_run in (False, True):
         with pytest.raises(CkptkitError, match="--like has no INT4 weights" if options else "quantize"):
             quantize(releases("glm4_moe"), tmp_path / "out", scheme, dry_run=dry_run, **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_shape_of_one_number(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_a_shape_of_one_number(int4, copy_of, alone):
     """Other parts of the wrong shape are mutations (tests/mutations/int4.py)."""
     path = copy_of(int4)
     replace(path, {f"{EXPERT}.weight_shape": torch.tensor([128])})
@@ -110,7 +101,7 @@ def test_a_shape_of_one_number(int4: Path, copy_of: CopyOf, alone: RunAlone) -> 
     assert finding.actual == text_with("[1] int64")
 
 
-def test_two_int4_checkpoints_are_compared_bit_for_bit(int4: Path, copy_of: CopyOf) -> None:
+def test_two_int4_checkpoints_are_compared_bit_for_bit(int4, copy_of):
     assert verify(int4, source=int4).findings == []
     path = copy_of(int4)
     packed = models.tensors(path)[f"{EXPERT}.weight_packed"]
@@ -120,11 +111,11 @@ def test_two_int4_checkpoints_are_compared_bit_for_bit(int4: Path, copy_of: Copy
     assert [(finding.code, finding.tensor) for finding in found] == [("CK202", f"{EXPERT}.weight_packed")]
 
 
-def args(symmetric: bool, group: int) -> QuantizationArgs:
+def args(symmetric, group):
     return QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=group)
 
 
-def compressed(weight: Tensor, *, symmetric: bool, group: int = 32) -> dict[str, Tensor]:
+def compressed(weight, *, symmetric, group=32):
     grouped = weight.reshape(len(weight), -1, group)
     scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args(symmetric, group))
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
@@ -134,7 +125,7 @@ def compressed(weight: Tensor, *, symmetric: bool, group: int = 32) -> dict[str,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: torch.dtype, symmetric: bool) -> None:
+def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype, symmetric):
     torch.manual_seed(3)
     form = Int4Format(4, 32, symmetric)
     steps = []
@@ -149,15 +140,14 @@ def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: 
     assert limit < (0.6 if symmetric else 0.7)
 
 
-def decompressed(parts: Mapping[str, Tensor], *, symmetric: bool = True, group: int = 32) -> Tensor:
+def decompressed(parts, *, symmetric=True, group=32):
     scheme = QuantizationScheme(targets=["Linear"], weights=args(symmetric, group), format="pack-quantized")
     state = {f"weight_{name.rpartition('weight_')[2].removeprefix('_')}": one for name, one in parts.items()}
-    weight: Tensor = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
-    return weight
+    return PackedQuantizationCompressor.decompress(state, scheme)["weight"]
 
 
 @pytest.mark.parametrize("layout", ["symmetric", "asymmetric", "asymmetric, as SGLang reads experts"])
-def test_dequantization_agrees_with_compressed_tensors_in_every_group(layout: str) -> None:
+def test_dequantization_agrees_with_compressed_tensors_in_every_group(layout):
     """Of 204 rows, of which eight share a word of zero points, one weight is 3 steps off."""
     torch.manual_seed(5)
     symmetric, turned, rows = layout == "symmetric", layout.endswith("experts"), 208 if "SGLang" in layout else 204
@@ -176,7 +166,7 @@ def test_dequantization_agrees_with_compressed_tensors_in_every_group(layout: st
 # CK306 to CK309, and what CK305 finds of scales and zero points.
 
 
-def weights_of(config: dict[str, Any]) -> Any:
+def weights_of(config):
     return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
@@ -192,7 +182,7 @@ def weights_of(config: dict[str, Any]) -> Any:
         [SHARED.format(layer) for layer in range(2, 12)],
     ],
 )
-def test_fused_layer_packed_in_part_is_found(modules: list[str], int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_fused_layer_packed_in_part_is_found(modules, int4, copy_of, alone):
     path = copy_of(int4)
     unpack(path, modules)
     found = alone("CK306", path)[1]
@@ -203,7 +193,7 @@ def test_fused_layer_packed_in_part_is_found(modules: list[str], int4: Path, cop
     assert all({one.actual, one.expected.split(", as ")[0]} == {"unquantized", packed} for one in found)
 
 
-def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_fused_layer_wholly_unpacked_has_no_finding(int4, copy_of, alone):
     path = copy_of(int4)
     parts = [DOWN.replace("down", part) for part in ("gate", "up", "down")]
     experts = (part.format(expert) for expert in range(12) for part in parts)
@@ -219,9 +209,7 @@ def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf,
         (f"{EXPERT_11}.gate_proj.weight_zero_point", torch.zeros(12, 4).int(), ", zero points"),
     ],
 )
-def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(
-    name: str, part: Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(name, part, said, int4, copy_of, alone):
     path = copy_of(int4)
     replace(path, {name: part})
     _, (finding,) = alone("CK306", path)
@@ -233,7 +221,7 @@ def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(
 
 
 @pytest.mark.usefixtures("kernel_tiles")
-def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: Path, alone: RunAlone) -> None:
+def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4, alone):
     """Experts of 96 features, and a down projection of 288 columns: an engine ends at its first prompt."""
     _, (finding,) = alone("CK307", int4)
     assert finding.severity == "error"
@@ -246,7 +234,7 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: P
 # CK308
 
 
-def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_scales_that_differ_by_a_little_are_normal(int4, copy_of, alone):
     """Those that differ by more are mutations."""
     path, name = copy_of(int4), f"{EXPERT_11}.down_proj.weight_scale"
     replace(path, {name: tensor(path, name) * 16})
@@ -256,7 +244,7 @@ def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, 
 # CK305
 
 
-def requantized(original: Tensor, factor: float) -> dict[str, Tensor]:
+def requantized(original, factor):
     """Parts with scales that are too large by a factor: every weight is still within half a step."""
     scale = (original.float().unflatten(1, (-1, 32)).abs().amax(-1) / 7 * factor).bfloat16()
     codes = (original.float() / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).to(torch.int8)
@@ -264,9 +252,7 @@ def requantized(original: Tensor, factor: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
-def test_quantization_steps_too_large_for_the_named_grid_are_found(
-    factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
-) -> None:
+def test_quantization_steps_too_large_for_the_named_grid_are_found(factor, named, int4, copy_of, releases, alone):
     path, module = copy_of(int4), f"{EXPERT_11}.up_proj"
     parts = requantized(models.tensors(releases("glm4_moe"))[f"{module}.weight"], factor)
     replace(path, {f"{module}.{part}": one for part, one in parts.items()})
@@ -276,11 +262,11 @@ def test_quantization_steps_too_large_for_the_named_grid_are_found(
     assert found == ([(f"{module}.weight_scale", "up to 101% off")] if factor == 2 and named else [])
 
 
-def unpacked_codes(words: Tensor) -> Tensor:
+def unpacked_codes(words):
     return unpack_from_int32(words, 4, torch.Size((len(words), words.shape[1] * 8)))
 
 
-def moved(words: Tensor) -> Tensor:
+def moved(words):
     """Every 32nd code three steps nearer to zero, as GPTQ may move it to make up for others."""
     codes = unpacked_codes(words)
     codes[:, ::32] -= 3 * codes[:, ::32].sign()
@@ -290,13 +276,13 @@ def moved(words: Tensor) -> Tensor:
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
 @pytest.mark.parametrize("change", [moved, in_awq_order])
 def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
-    actorder: str | None,
-    change: Callable[[Tensor], Tensor],
-    int4: Path,
-    copy_of: CopyOf,
-    releases: PathOf,
-    alone: RunAlone,
-) -> None:
+    actorder,
+    change,
+    int4,
+    copy_of,
+    releases,
+    alone,
+):
     path, name = copy_of(int4), f"{EXPERT_11}.up_proj.weight_packed"
     replace(path, {name: change(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
@@ -307,7 +293,7 @@ def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
 
 
 @pytest.fixture(scope="module")
-def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def asymmetric(releases, tmp_path_factory):
     """glm4_moe with zero points, those of routed experts as SGLang reads them, shared ones in BF16. Read only."""
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
     scheme = QuantScheme(32, "minmax", (r"re:.*\.mlp\.shared_experts\..*",), symmetric=False)
@@ -316,16 +302,14 @@ def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def test_zero_points_as_sglang_reads_them(asymmetric: Path, releases: PathOf, passes: Callable[..., None]) -> None:
+def test_zero_points_as_sglang_reads_them(asymmetric, releases, passes):
     # every packed weight: 4 of attention in 12 layers, 3 of 2 dense layers, 3 of 12 experts in 10
     for code, compared in (("CK303", None), ("CK305", 12 * 4 + 2 * 3 + 10 * 12 * 3), ("CK306", None)):
         passes(code, asymmetric, compared, source_path=releases("glm4_moe"))
 
 
 @pytest.mark.parametrize("change", [lambda zero: zero.flip(0), lambda zero: zero.bitwise_not()])
-def test_zero_points_of_other_groups(
-    change: Callable[[Tensor], Tensor], asymmetric: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
-) -> None:
+def test_zero_points_of_other_groups(change, asymmetric, copy_of, releases, alone):
     path, name = copy_of(asymmetric), f"{EXPERT_11}.up_proj.weight_zero_point"
     models.edit(path, name, change(models.tensors(path)[name]).contiguous())
     _, (finding,) = alone("CK305", path, source_path=releases("glm4_moe"))
@@ -333,9 +317,7 @@ def test_zero_points_of_other_groups(
 
 
 @pytest.mark.parametrize("reader", ["sglang", "vllm"])
-def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
-    reader: str, releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(reader, releases, tmp_path, alone):
     """One scale a row."""
     path = tmp_path / "own"
     scheme = QuantScheme(None, "minmax", (r"re:.*\.mlp\.shared_experts\..*",), symmetric=False)
@@ -358,7 +340,7 @@ MODULE = "model.layers.3.mlp.up_proj"
 SYMMETRIC = {"strategy": "group", "group_size": 32, "symmetric": True}
 
 
-def autoround(weight: Tensor, *, trained: bool) -> dict[str, Tensor]:
+def autoround(weight, *, trained):
     """AutoRound's symmetric grid: the largest weight becomes -8, whatever its sign, and the other end at most 7.
 
     Its training moves the rounding by half a step to either side, and learned a factor for each end of a range.
@@ -375,17 +357,17 @@ def autoround(weight: Tensor, *, trained: bool) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def exported(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def exported(releases, tmp_path_factory):
     """`exported(trained=...)`: qwen2 as AutoRound writes it for compressed-tensors. Read only."""
     release, root = releases("qwen2-tied"), tmp_path_factory.mktemp("autoround")
     ignore = ["re:.*embed_tokens", "re:.*norm", "lm_head"]
     content = quantized.compressed_config("pack-quantized", **SYMMETRIC) | {"ignore": ignore}
 
-    def write(*, trained: bool = False) -> Path:
+    def write(*, trained=False):
         path = root / f"trained {trained}"
         if not path.exists():
 
-            def quantizer(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+            def quantizer(weight):
                 parts = autoround(weight, trained=trained)
                 return parts, decompressed(parts)
 
@@ -397,12 +379,12 @@ def exported(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Call
     return write
 
 
-def is_packed(name: str) -> bool:
+def is_packed(name):
     return name.endswith("_proj.weight")
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_what_autoround_writes_passes(trained: bool, exported: Callable[..., Path], releases: PathOf) -> None:
+def test_what_autoround_writes_passes(trained, exported, releases):
     path = exported(trained=trained)
     report = verify(path, source=releases("qwen2-tied"))
     assert (report.findings, report.status) == ([], "passed")
@@ -411,9 +393,7 @@ def test_what_autoround_writes_passes(trained: bool, exported: Callable[..., Pat
     assert f"{sum(int((one < 0).sum()) for one in scales)} of {sum(one.numel() for one in scales)} " in note
 
 
-def test_it_is_dequantized_as_by_compressed_tensors_and_comes_back_bit_for_bit(
-    exported: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_it_is_dequantized_as_by_compressed_tensors_and_comes_back_bit_for_bit(exported, tmp_path):
     source = exported()
     convert(source, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "plain")
@@ -431,12 +411,12 @@ def test_it_is_dequantized_as_by_compressed_tensors_and_comes_back_bit_for_bit(
 
 
 @pytest.fixture
-def autoround_copy(exported: Callable[..., Path], copy_of: CopyOf) -> Path:
+def autoround_copy(exported, copy_of):
     return copy_of(exported())
 
 
-def with_element(factor: float) -> Callable[[Tensor], Tensor]:
-    def change(scale: Tensor) -> Tensor:
+def with_element(factor):
+    def change(scale):
         scale[5, 1] *= factor
         return scale
 
@@ -452,9 +432,7 @@ def with_element(factor: float) -> Callable[[Tensor], Tensor]:
         (with_element(0), "CK304", "_scale"),
     ],
 )
-def test_faults_of_signed_scales_are_found(
-    change: Callable[[Tensor], Tensor], code: str, name: str, autoround_copy: Path, releases: PathOf, alone: RunAlone
-) -> None:
+def test_faults_of_signed_scales_are_found(change, code, name, autoround_copy, releases, alone):
     path = autoround_copy
     models.edit(path, f"{MODULE}.weight_scale", change(models.tensors(path)[f"{MODULE}.weight_scale"]))
     _, found = alone(code, path, source_path=releases("qwen2-tied"))
@@ -462,9 +440,7 @@ def test_faults_of_signed_scales_are_found(
 
 
 @pytest.mark.parametrize("code", [3, 7])
-def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(
-    code: int, autoround_copy: Path, releases: PathOf, alone: RunAlone
-) -> None:
+def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(code, autoround_copy, releases, alone):
     """In the place of -8, the largest weight of a group."""
     path, name = autoround_copy, f"{MODULE}.weight_packed"
     codes = unpacked_codes(models.tensors(path)[name])
@@ -475,9 +451,7 @@ def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(
     assert (finding.tensor, finding.expected) == (f"{MODULE}.weight", "at most 1.094 quantization steps off")
 
 
-def test_a_negative_scale_among_positive_ones_is_a_fault(
-    exported: Callable[..., Path], releases: PathOf, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_a_negative_scale_among_positive_ones_is_a_fault(exported, releases, tmp_path, alone):
     """llm-compressor's grid has none, though its config names no grid."""
     content = json.loads((exported() / "config.json").read_text())["quantization_config"]
     quantized.write(

@@ -32,14 +32,14 @@ PRE, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.j
 OF_4 = {PRE: QWEN2}
 OF_5 = {PROCESSOR: {"image_processor": {**QWEN2, "processor_class": None}, "processor_class": "Qwen2VLProcessor"}}
 # preprocessor_config.json as releases have it, and the class that joins the parts.
-RELEASES: Mapping[str, tuple[str, Files]] = json.loads(Path(__file__).with_name("processors.json").read_text())
+RELEASES = json.loads(Path(__file__).with_name("processors.json").read_text())
 
 
 @pytest.fixture
-def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+def compare(tmp_path, monkeypatch):
     ask_here(monkeypatch, tmp_path)
 
-    def differences(copy: Files, source: Files, model: str = "qwen2_vl") -> list[SideDifference]:
+    def differences(copy, source, model="qwen2_vl"):
         sides = []
         for name, files in (("copy", copy), ("source", source)):
             (tmp_path / name).mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     return differences
 
 
-def changed(files: Files, without: str = "", **values: Any) -> Files:
+def changed(files, without="", **values):
     made = json.loads(json.dumps(files))
     settings = made[PRE] if PRE in made else made[PROCESSOR]["image_processor"]
     settings.update(values)
@@ -60,7 +60,7 @@ def changed(files: Files, without: str = "", **values: Any) -> Files:
 
 
 ONLY_THE_TYPE = {PROCESSOR: {"image_processor": {"image_processor_type": "Qwen2VLImageProcessor"}}}
-FAULTS: Mapping[str, tuple[Files, Files, str]] = {
+FAULTS = {
     "value": (changed(OF_5, patch_size=16), OF_4, "patch_size"),
     "mean dropped": (changed(OF_5, without="image_mean"), OF_4, "image_mean"),
     "size dropped": (changed(OF_5, without="size"), OF_5, "size"),
@@ -75,14 +75,14 @@ FAULTS: Mapping[str, tuple[Files, Files, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_another_processor_comes_of_is_an_error(name: str, compare: Compare) -> None:
+def test_what_another_processor_comes_of_is_an_error(name, compare):
     copy, source, key = FAULTS[name]
     errors = [one for one in compare(copy, source) if one.severity == "error"]
     assert errors
     assert key in errors[0].what
 
 
-SOUND: Mapping[str, tuple[Files, Files]] = {
+SOUND = {
     "equal": (OF_4, OF_4),
     "layout of 5": (OF_5, OF_4),
     "Fast": (changed(OF_5, image_processor_type="Qwen2VLImageProcessorFast"), OF_4),
@@ -95,12 +95,12 @@ SOUND: Mapping[str, tuple[Files, Files]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_what_the_same_processor_comes_of_is_no_difference(name: str, compare: Compare) -> None:
+def test_what_the_same_processor_comes_of_is_no_difference(name, compare):
     copy, source = SOUND[name]
     assert compare(copy, source) == []
 
 
-def saved_by_5(source: Path, copy: Path, processor: str) -> None:
+def saved_by_5(source, copy, processor):
     """Saves the whole processor of a release as transformers 5 does."""
     if processor == "WhisperProcessor":
         transformers.AutoFeatureExtractor.from_pretrained(source).save_pretrained(copy)
@@ -113,7 +113,7 @@ def saved_by_5(source: Path, copy: Path, processor: str) -> None:
     backend = Tokenizer(WordLevel({token: number for number, token in enumerate(special)}, "<unk>"))
     tokens = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     extra = {"extra_special_tokens": tokens} if processor == "Gemma3Processor" else {}
-    parts: dict[str, Any] = {
+    parts = {
         "tokenizer": transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **extra),  # noqa: S106
         "image_processor": transformers.AutoImageProcessor.from_pretrained(source),
     }
@@ -125,9 +125,7 @@ def saved_by_5(source: Path, copy: Path, processor: str) -> None:
 
 
 @pytest.mark.parametrize("model", RELEASES)
-def test_a_processor_that_transformers_saves_again_is_no_difference(
-    model: str, tmp_path: Path, compare: Compare
-) -> None:
+def test_a_processor_that_transformers_saves_again_is_no_difference(model, tmp_path, compare):
     processor, files = RELEASES[model]
     assert compare(files, files, model) == []  # which writes the source
     shutil.rmtree(tmp_path / "copy")
@@ -137,11 +135,11 @@ def test_a_processor_that_transformers_saves_again_is_no_difference(
     assert compare({}, files, model) == []
 
 
-def nested(model: str, **values: Any) -> Files:
+def nested(model, **values):
     """A release in the layout of transformers 5, with other settings of its part, or less those that are None."""
     files = RELEASES[model][1]
     parts = {PRE: "feature_extractor" if model == "whisper" else "image_processor", VIDEO: "video_processor"}
-    made: dict[str, Any] = {parts[file]: dict(content) for file, content in files.items() if file in parts}
+    made = {parts[file]: dict(content) for file, content in files.items() if file in parts}
     part = made["video_processor" if VIDEO in files else parts[PRE]]
     part.update(values)
     for key in [key for key, value in values.items() if value is None]:
@@ -164,9 +162,7 @@ def nested(model: str, **values: Any) -> Files:
         ("llava", {"_valid_processor_keys": None}, ""),
     ],
 )
-def test_sound_and_video_are_compared_in_the_same_way(
-    model: str, values: Mapping[str, Any], key: str, compare: Compare
-) -> None:
+def test_sound_and_video_are_compared_in_the_same_way(model, values, key, compare):
     errors = [one for one in compare(nested(model, **values), RELEASES[model][1], model) if one.severity == "error"]
     assert [key in one.what for one in errors] == ([True] if key else [])
 
@@ -179,15 +175,13 @@ def test_sound_and_video_are_compared_in_the_same_way(
         ("llava", {"image_token": "<image>"}, ["error"]),
     ],
 )
-def test_settings_that_join_the_parts_have_the_defaults_of_the_class(
-    model: str, values: Mapping[str, Any], severities: list[str], compare: Compare
-) -> None:
+def test_settings_that_join_the_parts_have_the_defaults_of_the_class(model, values, severities, compare):
     files = RELEASES[model][1]
     own = {"processor_class": files[PROCESSOR]["processor_class"], **values}
     assert [one.severity for one in compare({**files, PROCESSOR: own}, files, model)] == severities
 
 
-def test_videos_are_read_from_the_settings_of_images_where_no_others_are(compare: Compare) -> None:
+def test_videos_are_read_from_the_settings_of_images_where_no_others_are(compare):
     video = {**QWEN2, "video_processor_type": "Qwen2VLVideoProcessor"}
     del video["image_processor_type"]
     assert compare({**OF_4, VIDEO: video}, OF_4) == []
@@ -197,10 +191,10 @@ def test_videos_are_read_from_the_settings_of_images_where_no_others_are(compare
 
 
 @pytest.mark.parametrize("layout", [4, 5])
-def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(layout: int, compare: Compare) -> None:
+def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(layout, compare):
     settings = {"image_processor_type": "OurImageProcessor", "limit": 4096}
 
-    def severities(copy: Files) -> list[str]:
+    def severities(copy):
         source = {PRE: settings} if layout == 4 else {PROCESSOR: {"image_processor": settings}}
         return [one.severity for one in compare({PRE: copy}, source, "kimi_vl")]
 

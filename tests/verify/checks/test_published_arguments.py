@@ -18,24 +18,24 @@ PUBLISHED = tomllib.loads(Path(__file__).with_name("published_arguments.toml").r
 QWEN25, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED
 
 
-def args_of(model: str, **changes: Any) -> Config:
+def args_of(model, **changes):
     pairs = (pair.partition("=") for pair in PUBLISHED[model].split())
     right = {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096} if model == GPT_OSS else {}
     return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - our own table
 
 
-def config_of(model: str, **changes: Any) -> Config:
+def config_of(model, **changes):
     """The published config. None of the launches trains the layer for multi-token prediction."""
     stated = {key: value for key, value in load(model).config.items() if key != "quantization_config"}
     return stated | {"num_nextn_predict_layers": 0} | changes
 
 
-def wrong(config: Config, args: Config) -> list[tuple[str, str, str]]:
+def wrong(config, args):
     return list(mismatches(dims_of(config), args))
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_published_launch_arguments_agree_with_published_configs(model: str) -> None:
+def test_published_launch_arguments_agree_with_published_configs(model):
     """All but one: Qwen2.5-1.5B's script has another base."""
     expected = [("rotary_base", "1000000", "10000")] if model == QWEN25 else []
     # Kimi K2's release says beta_fast 1, Megatron's latent attention takes 32, and no flag of Megatron-LM says it.
@@ -44,7 +44,7 @@ def test_published_launch_arguments_agree_with_published_configs(model: str) -> 
     assert wrong(config_of(model), megatron_args(dims_of(config_of(model)))) == []
 
 
-def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
+def test_published_launch_script_of_gpt_oss_contradicts_the_release():
     """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
     stated = {"window_size": (128, 0), "yarn_original_max_position_embeddings": 131072}
     assert wrong(config_of(GPT_OSS), args_of(GPT_OSS, **stated)) == [
@@ -53,7 +53,7 @@ def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
     ]
 
 
-DIFFERENT: dict[str, list[tuple[str, Any, str, str]]] = {
+DIFFERENT = {
     GLM45: [
         ("num_query_groups", 4, "8", "4"),
         ("kv_channels", None, "128", "53"),
@@ -100,25 +100,25 @@ DIFFERENT: dict[str, list[tuple[str, Any, str, str]]] = {
 
 
 @pytest.mark.parametrize("model", DIFFERENT)
-def test_megatron_argument_that_differs_is_the_only_finding(model: str) -> None:
+def test_megatron_argument_that_differs_is_the_only_finding(model):
     """Others are mutations of what Megatron saves (tests/mutations/arguments.py)."""
     for argument, value, expected, actual in DIFFERENT[model]:
         assert wrong(config_of(model), args_of(model, **{argument: value})) == [(argument, expected, actual)]
 
 
-def test_megatron_arguments_without_the_promised_mtp_layer_are_found() -> None:
+def test_megatron_arguments_without_the_promised_mtp_layer_are_found():
     promised = config_of(GLM45, num_nextn_predict_layers=1)
     assert wrong(promised, args_of(GLM45)) == [("mtp_num_layers", "1", "0")]
     assert wrong(promised, args_of(GLM45, mtp_num_layers=1)) == []
 
 
-def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
+def test_softmax_before_topk_matters_for_a_softmax_router_only():
     found = wrong(config_of(QWEN3), args_of(QWEN3, moe_router_pre_softmax=True))
     assert found == [("moe_router_pre_softmax", "False", "True")]
     assert wrong(config_of(GLM45), args_of(GLM45, moe_router_pre_softmax=False)) == []
 
 
-def test_megatron_arguments_in_equivalent_spellings_have_no_finding() -> None:
+def test_megatron_arguments_in_equivalent_spellings_have_no_finding():
     assert wrong(config_of(QWEN3), args_of(QWEN3, moe_layer_freq=1, ffn_hidden_size=1, norm_epsilon=0.000001)) == []
     assert wrong(config_of(GLM45), args_of(GLM45, mtp_num_layers=None)) == []
     older = args_of(QWEN3, use_rotary_position_embeddings=True)
@@ -126,14 +126,14 @@ def test_megatron_arguments_in_equivalent_spellings_have_no_finding() -> None:
     assert wrong(config_of(QWEN3), older) == []
 
 
-def test_what_no_flag_says_is_named_as_an_attribute() -> None:
+def test_what_no_flag_says_is_named_as_an_attribute():
     assert hint_of("beta_fast") == text_with("Megatron-LM")
     assert wrong(config_of(KIMI), args_of(KIMI, beta_fast=1.0)) == []
     comments = [flag for flag in launch_flags(megatron_args(dims_of(config_of(KIMI)))) if flag.startswith("#")]
     assert comments == [text_with("args.beta_fast = 1.0 32.0")]
 
 
-def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
+def test_rotary_scaling_factor_of_one_means_no_yarn():
     for model, factor, expected, kinds in (
         (DEEPSEEK, 1, "40.0", ("yarn", "rope")),
         (MOONLIGHT, 40, "1.0", ("rope", "yarn")),
@@ -144,7 +144,7 @@ def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
         ]
 
 
-def test_flags_of_a_launch_script() -> None:
+def test_flags_of_a_launch_script():
     flags = launch_flags(megatron_args(dims_of(config_of(GPT_OSS))))
     assert set(flags) >= {
         *("--window-size 127,0", "--window-attn-skip-freq '(([1]*1+[0]*1)*12)'", "--quick-geglu"),

@@ -1,9 +1,8 @@
 """CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from families import CASES, case
 from mutations.edits import edit_config, replace
 from support import quantized
-from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from support.launch_scripts import arguments_of
 from support.messages import text_with
 from support.quantized import one_target, widen
@@ -22,7 +20,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
-from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -43,7 +41,7 @@ PACKED = 11 * 12 * 3
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     """Kimi K2.5 with routed experts in INT4, as compressed-tensors packs them; each test writes its own list."""
     root = tmp_path_factory.mktemp("published")
     case.save("kimi_k25", CASES["kimi_k25"], root / "plain", torch.bfloat16)
@@ -56,13 +54,13 @@ Judged = Callable[..., tuple[str, list[Finding]]]
 
 
 @pytest.fixture
-def judged(release: Path) -> Judged:
+def judged(release):
     before = json.loads((release / "config.json").read_text())["text_config"]
 
-    def judge(ignore: Sequence[str], **how: tuple[str, ...] | None) -> tuple[str, list[Finding]]:
+    def judge(ignore, **how):
         said = quantized.compressed_config("pack-quantized", strategy="group", group_size=32) | {"ignore": list(ignore)}
         edit_config(release, text_config=before | {"quantization_config": said})
-        report = verify(release, **how)  # type: ignore[arg-type]
+        report = verify(release, **how)
         assert {finding.code for finding in report.findings} == {"CK302"}
         assert next(check.tensors_compared for check in report.checks if check.code == "CK302") >= PACKED
         return report.status, list(report.findings)
@@ -70,11 +68,11 @@ def judged(release: Path) -> Judged:
     return judge
 
 
-def by_reader(found: Sequence[Finding]) -> dict[str, str]:
+def by_reader(found):
     return {finding.actual.partition(" would ")[0]: finding.severity for finding in found}
 
 
-def found(report: Report, code: str) -> list[Finding]:
+def found(report, code):
     return [finding for finding in report.findings if finding.code == code]
 
 
@@ -91,9 +89,7 @@ _NAMES = ("compressed-tensors", "transformers")  # readers of names, which find 
         ([*K25_LIST, "language_model.lm_head"], None, {"slime": "error"}, "language_model.model.embed_tokens.weight"),
     ],
 )
-def test_kimi_k25_is_spelled_for_engines(
-    ignore: list[str], readers: tuple[str, ...] | None, severities: dict[str, str], word: str, judged: Judged
-) -> None:
+def test_kimi_k25_is_spelled_for_engines(ignore, readers, severities, word, judged):
     """Engines know the output layer by its class. slime packs by name, embedding and routers too."""
     status, found = judged(ignore, readers=readers)
     assert status == ("failed" if "error" in severities.values() else "passed")
@@ -103,7 +99,7 @@ def test_kimi_k25_is_spelled_for_engines(
         assert Path(finding.file or "").name == "config.json"
 
 
-def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Judged, release: Path) -> None:
+def test_published_list_fails_a_launch_that_quantizes_by_it(judged, release):
     """slime packs what no entry names, routers among it; an engine alone finds everything as it looks for it."""
     judged(K26_LIST)
     for arguments, severity in (((), "warning"), ((f"{FLAG}=1",), "error")):
@@ -112,7 +108,7 @@ def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Judged, rele
         assert (report.status == "failed") is (severity == "error")
 
 
-def test_what_sglang_would_load_wrongly_is_an_error(judged: Judged) -> None:
+def test_what_sglang_would_load_wrongly_is_an_error(judged):
     """SGLang 0.5.16 takes a plain entry for a part of a name: experts of layers 1, 10 and 11 would be unpacked."""
     status, found = judged([*K26_LIST, "model.layers.1"])
     assert (status, by_reader(found)["SGLang 0.5.16"]) == ("failed", "error")
@@ -120,7 +116,7 @@ def test_what_sglang_would_load_wrongly_is_an_error(judged: Judged) -> None:
     assert "'model.layers.1'" in wrong.hint
 
 
-def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Judged) -> None:
+def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged):
     status, found = judged([entry for entry in K26_LIST if "shared_experts" not in entry])
     assert status == "failed"
     wrong = [finding for finding in found if finding.tensor]
@@ -134,7 +130,7 @@ def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Judged) -> 
 
 
 @pytest.mark.parametrize("readers", [None, ("transformers",), ("sglang", "slime")])
-def test_lint_and_verify_give_one_severity(judged: Judged, release: Path, readers: tuple[str, ...] | None) -> None:
+def test_lint_and_verify_give_one_severity(judged, release, readers):
     _, found = judged([*K26_LIST, "model.layers.1"], readers=readers)
     linted = [one for one in lint(release, readers=readers).findings if one.kind in ("exposed", "disagreement")]
     verified = {reader: severity for several, severity in by_reader(found).items() for reader in several.split(" and ")}
@@ -147,14 +143,14 @@ def test_lint_and_verify_give_one_severity(judged: Judged, release: Path, reader
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(releases, tmp_path_factory):
     path = tmp_path_factory.mktemp("int4") / "qwen2"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
 
 
 @pytest.fixture(scope="module")
-def experts(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts(releases, tmp_path_factory):
     """qwen3_moe with its routed experts in INT4, as an engine that is updated online must have them. Read only."""
     path = tmp_path_factory.mktemp("int4") / "qwen3_moe"
     quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
@@ -162,7 +158,7 @@ def experts(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def without_router(experts: Path, copy_of: CopyOf) -> Path:
+def without_router(experts, copy_of):
     """The same weights beside a list that names the router as a module: who packs by parameter names packs it."""
     path = copy_of(experts)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -171,7 +167,7 @@ def without_router(experts: Path, copy_of: CopyOf) -> Path:
     return path
 
 
-def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router: Path) -> None:
+def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router):
     report = preflight(hf_checkpoint=without_router, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     (finding,) = found(report, "CK302")
     assert (report.status, by_reader([finding])) == ("failed", {"slime": "error"})
@@ -180,13 +176,13 @@ def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router
     assert finding.hint == text_with(r"replace 're:.*mlp.gate$' 're:.*mlp.gate(\.weight)?$'")
 
 
-def test_verify_reader_on_the_command_line_decides(without_router: Path) -> None:
+def test_verify_reader_on_the_command_line_decides(without_router):
     assert CliRunner().invoke(cli, ["verify", str(without_router)]).exit_code == 1
     chosen = CliRunner().invoke(cli, ["verify", str(without_router), "--reader", "sglang", "--json"])
     assert (chosen.exit_code, json.loads(chosen.stdout)["status"]) == (0, "passed")
 
 
-def test_launch_whose_engine_cannot_take_updates_fails(int4: Path) -> None:
+def test_launch_whose_engine_cannot_take_updates_fails(int4):
     """SGLang repacks INT4 Linear layers once, for good. Without a trainer nothing is updated."""
     report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     (finding,) = found(report, "CK715")
@@ -196,7 +192,7 @@ def test_launch_whose_engine_cannot_take_updates_fails(int4: Path) -> None:
     assert "CK715" not in [check.code for check in preflight(hf_checkpoint=int4).checks]
 
 
-def test_variables_are_read_in_json_however_it_is_quoted_and_override_the_environment() -> None:
+def test_variables_are_read_in_json_however_it_is_quoted_and_override_the_environment():
     escaped = f'{{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'
     for text in (json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}}), escaped):
         options = arguments_of(["--runtime-env-json", text])
@@ -207,7 +203,7 @@ def test_variables_are_read_in_json_however_it_is_quoted_and_override_the_enviro
         arguments_of([f"{GROUP}=many"])
 
 
-def test_launch_that_rounds_as_the_engine_serves_is_silent(experts: Path) -> None:
+def test_launch_that_rounds_as_the_engine_serves_is_silent(experts):
     report = preflight(hf_checkpoint=experts, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     compared = {check.code: check.tensors_compared for check in report.checks}
     assert (compared["CK709"], compared["CK715"] > 12 * 3) == (5, True)
@@ -215,13 +211,13 @@ def test_launch_that_rounds_as_the_engine_serves_is_silent(experts: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", [[], [f"{FLAG}=0", f"{GROUP}=128"]])
-def test_launch_without_rounding_is_not_checked(arguments: list[str], int4: Path) -> None:
+def test_launch_without_rounding_is_not_checked(arguments, int4):
     report = preflight(hf_checkpoint=int4, arguments=arguments)
     assert "CK709" not in [check.code for check in report.checks]
     assert report.findings == []
 
 
-def test_launch_with_another_group_size_is_found(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_with_another_group_size_is_found(int4, monkeypatch):
     (finding,) = found(preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=128"]), "CK709")
     assert (finding.expected, finding.actual) == ("group_size = 128, as training rounds", "group_size = 32")
     assert GROUP in finding.hint
@@ -234,7 +230,7 @@ def test_launch_with_another_group_size_is_found(int4: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("key", "value", "expected"), [("symmetric", False, True), ("num_bits", 8, 4), ("strategy", "channel", "group")]
 )
-def test_engine_with_another_scheme_is_found(key: str, value: Any, expected: Any, int4: Path, copy_of: CopyOf) -> None:
+def test_engine_with_another_scheme_is_found(key, value, expected, int4, copy_of):
     path = copy_of(int4)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     config["config_groups"]["group_0"]["weights"][key] = value
@@ -243,7 +239,7 @@ def test_engine_with_another_scheme_is_found(key: str, value: Any, expected: Any
     assert (finding.expected, finding.actual) == (f"{key} = {expected}, as training rounds", f"{key} = {value}")
 
 
-def test_an_engine_of_bf16_or_without_a_config(releases: PathOf, tmp_path: Path) -> None:
+def test_an_engine_of_bf16_or_without_a_config(releases, tmp_path):
     (finding,) = found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=[f"{FLAG}=1"]), "CK709")
     assert finding.actual == text_with("BF16")
     report = preflight(hf_checkpoint=tmp_path, arguments=[f"{FLAG}=1"])
@@ -251,7 +247,7 @@ def test_an_engine_of_bf16_or_without_a_config(releases: PathOf, tmp_path: Path)
     assert [finding.code for finding in report.findings] == ["CK714"]
 
 
-def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
+def test_engine_ranks_that_cut_through_a_tile(int4):
     """down_proj has 288 columns: 144 on each of two ranks, and a Marlin tile is 128 wide. Attention may have fewer."""
     arguments = ["--rollout-num-gpus-per-engine", "2"]
     (finding,) = found(preflight(hf_checkpoint=int4, tp=2, arguments=arguments), "CK307")
@@ -264,9 +260,7 @@ def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "severities"), [("raw", {"error"}), ("bridge", set())])
-def test_miles_in_mode_bridge_packs_what_is_stored_packed(
-    mode: str, severities: set[str], without_router: Path
-) -> None:
+def test_miles_in_mode_bridge_packs_what_is_stored_packed(mode, severities, without_router):
     """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
     arguments = ["--megatron-to-hf-mode", mode]
     report = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=arguments)
@@ -278,10 +272,10 @@ def test_miles_in_mode_bridge_packs_what_is_stored_packed(
 
 
 @pytest.fixture
-def with_config(int4: Path) -> Any:
+def with_config(int4):
     before = (int4 / "config.json").read_text()
 
-    def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
+    def changed(change):
         edit_config(int4, quantization_config=change(json.loads(before)["quantization_config"]))
         return int4
 
@@ -289,8 +283,8 @@ def with_config(int4: Path) -> Any:
     (int4 / "config.json").write_text(before)
 
 
-def set_in(*keys: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    def change(content: dict[str, Any]) -> Any:
+def set_in(*keys, value):
+    def change(content):
         place = content
         for key in keys[:-1]:
             place = place[key]
@@ -312,9 +306,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
     ],
 )
-def test_quantization_config_without_packed_weights_is_an_error(
-    value: Any, with_config: Any, only: OnlyFinding
-) -> None:
+def test_quantization_config_without_packed_weights_is_an_error(value, with_config, only):
     finding = only(verify(with_config(lambda _: value)))
     assert (finding.code, finding.severity) == ("CK302", "error")
     assert finding.expected == text_with("quantization_config")
@@ -334,7 +326,7 @@ def test_quantization_config_without_packed_weights_is_an_error(
         (("ignore",), ["lm_head", "re:(["]),
     ],
 )
-def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
+def test_scheme_that_readers_refuse_is_found(keys, value, with_config):
     """Another method, format, width or strategy is a mutation (tests/mutations/int4.py)."""
     report = verify(with_config(set_in(*keys, value=value)))
     said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
@@ -342,7 +334,7 @@ def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, 
     assert {code for code, _ in said} <= {"CK302", "CK303"}
 
 
-def test_a_quantized_cache_alone_leaves_plain_weights(releases: PathOf, fresh: PathOf) -> None:
+def test_a_quantized_cache_alone_leaves_plain_weights(releases, fresh):
     """As compressed-tensors writes it, beside plain weights and the scales of the cache."""
     path = fresh("qwen2-untied")
     cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
@@ -355,7 +347,7 @@ def test_a_quantized_cache_alone_leaves_plain_weights(releases: PathOf, fresh: P
     assert (report.status, report.findings) == ("passed", [])
 
 
-def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(releases: PathOf, tmp_path: Path) -> None:
+def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(releases, tmp_path):
     """compressed-tensors 0.15.0.1, which vLLM 0.19 to 0.22 require, refuses it; 0.16.0 to 0.20.0 take it."""
     path = tmp_path / "rows"
     quantize(releases("qwen2-untied"), path, QuantScheme(None, "minmax"))
@@ -369,22 +361,20 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(rel
         assert [one.severity for one in lint(path, readers=(reader,)).findings] == ["error"] * (reader == "vllm")
 
 
-def test_quantization_config_of_null_counts_as_absent(with_config: Any, fresh: PathOf) -> None:
+def test_quantization_config_of_null_counts_as_absent(with_config, fresh):
     assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
     plain = fresh("qwen2-tied")
     edit_config(plain, quantization_config=None)
     assert verify(plain).findings == []
 
 
-def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any, alone: RunAlone) -> None:
+def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config, alone):
     result, found = alone("CK302", with_config(set_in(*WEIGHTS, "symmetric", value=False)))
     assert result is not None
     assert (result.status, found) == ("skipped", [])
 
 
-def test_two_widths_are_judged_and_two_groups_for_linear_are_found(
-    int4: Path, releases: PathOf, copy_of: CopyOf
-) -> None:
+def test_two_widths_are_judged_and_two_groups_for_linear_are_found(int4, releases, copy_of):
     """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
     path = copy_of(int4)
     widen(path, releases("qwen2-untied"), ".down_proj")
@@ -402,7 +392,7 @@ def test_two_widths_are_judged_and_two_groups_for_linear_are_found(
     assert {str(one.tensor).split(".")[-2] for one in report.findings} == narrow
 
 
-def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config: Any, releases: PathOf) -> None:
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config, releases):
     path = with_config(set_in(*WEIGHTS, "type", value="float"))
     found = {one.tensor for one in verify(path, source=releases("qwen2-untied")).findings if one.code == "CK202"}
     output = "model.layers.{0..11}.self_attn.o_proj.weight"
@@ -420,9 +410,7 @@ def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_conf
         (None, {"slime": "warning"}),
     ],
 )
-def test_an_ignore_list_that_readers_take_differently(
-    ignore: list[str] | None, readers: dict[str, str], with_config: Any
-) -> None:
+def test_an_ignore_list_that_readers_take_differently(ignore, readers, with_config):
     path = with_config(lambda old: old | {"ignore": ["lm_head"] if ignore is None else [*old["ignore"], *ignore]})
     found = verify(path).findings
     assert {finding.code for finding in found} == {"CK302"}
@@ -452,9 +440,7 @@ ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True
         ({"quant_method": "mxfp4"}, "MXFP4 (4-bit floats"),
     ],
 )
-def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(
-    announced: dict[str, Any], words: str, fresh: PathOf, only: OnlyFinding
-) -> None:
+def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(announced, words, fresh, only):
     path = fresh("qwen2-untied")
     edit_config(path, quantization_config=announced)
     finding = only(verify(path))
@@ -472,9 +458,7 @@ def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(
         ({"quant_method": "exl9"}, "inconclusive"),  # nothing tells what an engine would make of it
     ],
 )
-def test_plain_weights_under_a_config_that_quantizes_none_of_them(
-    announced: dict[str, Any], status: str, fresh: PathOf
-) -> None:
+def test_plain_weights_under_a_config_that_quantizes_none_of_them(announced, status, fresh):
     path = fresh("qwen2-untied")
     edit_config(path, quantization_config=announced)
     report = verify(path)

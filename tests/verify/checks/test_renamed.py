@@ -10,13 +10,11 @@ from mutations.edits import INDEX, edit_config, edit_index, edit_json, names, re
 from mutations.int4 import packed
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 from support.nightly import daily
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from ckptkit.verify.checks.headers.renamed import renamed
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -25,8 +23,8 @@ Renamed = Callable[..., Path]
 
 
 @pytest.fixture
-def saved(fresh: PathOf) -> Renamed:
-    def save(change: Change, name: str = "qwen2-untied") -> Path:
+def saved(fresh):
+    def save(change, name="qwen2-untied"):
         path = fresh(name)
         stored = ((change(old), tensor) for old, tensor in models.tensors(path).items())
         for file in path.glob("*.safetensors*"):
@@ -49,7 +47,7 @@ FURTHER = {
 
 
 @pytest.mark.parametrize("prefix", FURTHER)
-def test_prefix_of_all_names_is_one_finding(prefix: str, saved: Renamed, only: OnlyFinding) -> None:
+def test_prefix_of_all_names_is_one_finding(prefix, saved, only):
     actual, hint = FURTHER[prefix]
     path = saved(lambda name: prefix + name)
     for report in (verify(path), preflight(hf_checkpoint=path)):
@@ -68,14 +66,12 @@ def test_prefix_of_all_names_is_one_finding(prefix: str, saved: Renamed, only: O
         (lambda name: name.replace("model.layers.", "model.layers.layers."), text_with("layers repeated")),
     ],
 )
-def test_another_change_of_names_is_one_finding(
-    change: Change, actual: object, saved: Renamed, only: OnlyFinding
-) -> None:
+def test_another_change_of_names_is_one_finding(change, actual, saved, only):
     finding = only(verify(saved(change, "qwen2-tied")))
     assert (finding.code, finding.actual, named(finding.hint)) == ("CK104", actual, set())
 
 
-def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
+def test_what_is_lost_beside_it_is_found_too(saved):
     lost = "model.layers.3.mlp.up_proj.weight"
     found = verify(saved(lambda name: None if name == lost else f"module.{name}")).findings
     assert [(one.code, one.tensor if one.count == 1 else one.count) for one in found] == [
@@ -84,7 +80,7 @@ def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
     ]
 
 
-def test_index_of_other_names_alone_is_enough(fresh: PathOf) -> None:
+def test_index_of_other_names_alone_is_enough(fresh):
     """Before the shards are downloaded."""
     path = fresh("qwen2-untied")
     for file in path.glob("*.safetensors"):
@@ -94,7 +90,7 @@ def test_index_of_other_names_alone_is_enough(fresh: PathOf) -> None:
     assert [(one.actual, one.count) for one in of_names(path)] == [(text_with("module names"), 147)]
 
 
-def test_parts_of_a_packed_weight_stand_for_it() -> None:
+def test_parts_of_a_packed_weight_stand_for_it():
     promised = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
     parts = ("weight_packed", "weight_scale", "weight_shape")
     stored = [f"module.model.layers.0.mlp.up_proj.{part}" for part in parts]
@@ -113,15 +109,15 @@ KEYS = (
 )
 
 
-def lose(path: Path, lost: str) -> None:
+def lose(path, lost):
     replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
 
 
-def of_names(path: Path) -> list[Finding]:
+def of_names(path):
     return [one for one in verify(path).findings if one.code == "CK104"]
 
 
-def named(hint: str) -> set[str]:
+def named(hint):
     return {key for key in KEYS if re.search(rf"\b{key}\b", hint)}
 
 
@@ -140,7 +136,7 @@ def named(hint: str) -> set[str]:
         ("qwen2-tied", "model.layers.1.self_attn.q_b_proj.weight", {"architectures"}),
     ],
 )
-def test_tensor_that_config_does_not_promise(release: str, added: str, keys: set[str], fresh: PathOf) -> None:
+def test_tensor_that_config_does_not_promise(release, added, keys, fresh):
     path = fresh(release)
     replace(path, {added: torch.ones(4, 4)})
     assert [named(one.hint) for one in of_names(path) if added in one.names] == [keys]
@@ -156,7 +152,7 @@ def test_tensor_that_config_does_not_promise(release: str, added: str, keys: set
         ("qwen3_moe", r".*layers\.3\.mlp\.experts\.11\.", set()),
     ],
 )
-def test_tensor_that_is_missing(release: str, lost: str, keys: set[str], fresh: PathOf) -> None:
+def test_tensor_that_is_missing(release, lost, keys, fresh):
     path = fresh(release)
     replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
     for file in set(path.glob("*.safetensors")) - {shard_of(path, name) for name in names(path, "")}:
@@ -165,7 +161,7 @@ def test_tensor_that_is_missing(release: str, lost: str, keys: set[str], fresh: 
 
 
 @pytest.mark.parametrize("head", ["score.weight", "v_head.weight"])
-def test_output_layer_that_another_head_replaces_names_architectures(head: str, fresh: PathOf) -> None:
+def test_output_layer_that_another_head_replaces_names_architectures(head, fresh):
     path = fresh("qwen2-untied")
     replace(path, {head: torch.ones(4, 4)}, ["lm_head.weight"])
     found = {one.tensor: one.hint for one in of_names(path)}
@@ -174,7 +170,7 @@ def test_output_layer_that_another_head_replaces_names_architectures(head: str, 
     assert head in found["lm_head.weight"]
 
 
-def test_name_that_only_the_index_has(fresh: PathOf) -> None:
+def test_name_that_only_the_index_has(fresh):
     path = fresh("qwen2-tied")
     edit_index(path, lambda weight_map: weight_map.update({"v_head.weight": weight_map["model.norm.weight"]}))
     (found,) = of_names(path)
@@ -187,7 +183,7 @@ def test_name_that_only_the_index_has(fresh: PathOf) -> None:
 LAYERS, EACH = 12, 6  # every sixth layer has full attention
 
 
-def save_gemma4(path: Path, *, keys_as_values: bool, sharing: int) -> Path:
+def save_gemma4(path, *, keys_as_values, sharing):
     """A small Gemma 4 as transformers saves it: keys as values in full attention, layers without their own."""
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 2, "head_dim": 16}
@@ -207,21 +203,19 @@ def save_gemma4(path: Path, *, keys_as_values: bool, sharing: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma4(tmp_path_factory):
     """As the 31B: keys for values in the layers of full attention."""
     return save_gemma4(tmp_path_factory.mktemp("gemma4") / "release", keys_as_values=True, sharing=0)
 
 
-def in_int4(path: Path, spared: str = "\0") -> None:
+def in_int4(path, spared="\0"):
     packed([name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)])(
         path, ""
     )
 
 
 @pytest.mark.parametrize("spared", daily(["\0", "model.layers.3."], ["model.layers.3."]))
-def test_keys_that_are_used_as_values_are_no_lost_values(
-    spared: str, gemma4: Path, copy_of: Callable[[Path], Path]
-) -> None:
+def test_keys_that_are_used_as_values_are_no_lost_values(spared, gemma4, copy_of):
     """Also where all is packed, or all but one layer; what one layer lost is named."""
     full = [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in range(EACH - 1, LAYERS, EACH)]
     assert models.tensors(gemma4).keys().isdisjoint(full)
@@ -233,7 +227,7 @@ def test_keys_that_are_used_as_values_are_no_lost_values(
     assert [one.tensor for one in of_names(path)] == ["layers.7.mlp.up_proj.weight"]
 
 
-def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path: Path) -> None:
+def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path):
     """As the E2B that transformers saves: no k_proj, v_proj and k_norm in the last layers."""
     path = save_gemma4(tmp_path / "release", keys_as_values=False, sharing=4)
     stored = models.tensors(path)

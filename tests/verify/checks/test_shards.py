@@ -3,16 +3,12 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations import edits
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.forking import run_script
 from support.messages import text_with
 from transformers import AutoModelForCausalLM
@@ -22,7 +18,7 @@ from ckptkit.verify.run import verify
 INDEX = "model.safetensors.index.json"
 
 
-def write(path: Path, files: list[str]) -> Path:
+def write(path, files):
     path.mkdir()
     for number, file in enumerate(files):
         save_file({f"model.layers.{number}.weight": torch.ones(2)}, path / file)
@@ -32,7 +28,7 @@ def write(path: Path, files: list[str]) -> Path:
     return path
 
 
-def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
+def names(numbers, total, stem="model-"):
     return [f"{stem}{number:05d}-of-{total}.safetensors" for number in numbers]
 
 
@@ -48,7 +44,7 @@ def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
         ["part-a.safetensors", "part-b.safetensors"],
     ],
 )
-def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Path, passes: Callable[..., None]) -> None:
+def test_shard_numbering_of_releases_is_accepted(files, tmp_path, passes):
     passes("CK108", write(tmp_path / "hf", files), len(files))
 
 
@@ -62,15 +58,13 @@ def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Pat
         ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 more than once"),
     ],
 )
-def test_a_number_that_is_missing_from_files_and_index(
-    files: list[str], actual: str, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_a_number_that_is_missing_from_files_and_index(files, actual, tmp_path, alone):
     path = write(tmp_path / "hf", files)
     (finding,) = alone("CK108", path)[1]
     assert (finding.actual, finding.severity, finding.file) == (actual, "error", str(path))
 
 
-def test_a_shard_that_was_renamed(fresh: PathOf, alone: RunAlone) -> None:
+def test_a_shard_that_was_renamed(fresh, alone):
     path = fresh("qwen2-tied")
     first, _, shard, *_ = sorted(path.glob("*.safetensors"))
     shard.rename(path / "model-3.safetensors")
@@ -81,13 +75,13 @@ def test_a_shard_that_was_renamed(fresh: PathOf, alone: RunAlone) -> None:
     assert [finding.file for finding in alone("CK108", path)[1]] == [str(shard)]
 
 
-def test_shard_numbering_without_shards_is_not_checked(tmp_path: Path, alone: RunAlone) -> None:
+def test_shard_numbering_without_shards_is_not_checked(tmp_path, alone):
     (tmp_path / "config.json").write_text("{}")
     result, found = alone("CK108", tmp_path)
     assert (found, result and result.status) == ([], "skipped")
 
 
-def test_an_adapter_that_verls_merger_left_below_is_a_note(fresh: PathOf) -> None:
+def test_an_adapter_that_verls_merger_left_below_is_a_note(fresh):
     path = fresh("qwen2-tied")
     assert "lora_adapter" not in str(verify(path).facts)
     (path / "lora_adapter").mkdir()
@@ -101,19 +95,19 @@ def test_an_adapter_that_verls_merger_left_below_is_a_note(fresh: PathOf) -> Non
     "tensor",
     ["model.layers.{}.self_attn.q_proj.lora_A.default.weight", "base_model.model.model.layers.{}.mlp.up_proj.weight"],
 )
-def test_tensors_of_an_adapter(tensor: str, fresh: PathOf, alone: RunAlone) -> None:
+def test_tensors_of_an_adapter(tensor, fresh, alone):
     path = fresh("qwen2-tied")
     edits.replace(path, {tensor.format(layer): torch.ones(2) for layer in range(12)})
     (finding,) = alone("CK110", path)[1]
     assert (finding.tensor, finding.count) == (tensor.format("{0..11}"), 12)
 
 
-def test_adapters_of_megatron(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_adapters_of_megatron(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied") / "release"
     module = "decoder.layers.3.self_attention.linear_proj"
     name = f"{module}.adapter.linear_in.weight"
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         metadata.state_dict_metadata[name] = metadata.state_dict_metadata[f"{module}.weight"]
         index = next(index for index in metadata.storage_data if index.fqn == f"{module}.weight")
         metadata.storage_data[type(index)(name, index.offset, 0)] = metadata.storage_data[index]
@@ -141,7 +135,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.fixture
-def both(fresh: PathOf) -> Path:
+def both(fresh):
     """Shards with an index, and a newer model.safetensors: what `save_pretrained` with larger shards leaves behind."""
     path = fresh("qwen2-tied")
     trained = {name: tensor + 1 if name == NORM else tensor for name, tensor in models.tensors(path).items()}
@@ -152,9 +146,7 @@ def both(fresh: PathOf) -> Path:
     return path
 
 
-def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(
-    both: Path, releases: PathOf, only: OnlyFinding
-) -> None:
+def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both, releases, only):
     finding = only(verify(both))
     assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
     assert f"last modified: {SINGLE} (2025-06-15 15:06:40 UTC)" in finding.actual
@@ -168,7 +160,7 @@ def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(
 
 
 @pytest.mark.sglang
-def test_sglang_takes_the_shards_and_without_an_index_every_file(both: Path, tmp_path: Path, only: OnlyFinding) -> None:
+def test_sglang_takes_the_shards_and_without_an_index_every_file(both, tmp_path, only):
     without_index = tmp_path / "one"
     models.save("qwen2-tied", without_index, shard_size="1GB")
     shutil.copy(without_index / SINGLE, without_index / "old.safetensors")
@@ -181,7 +173,7 @@ def test_sglang_takes_the_shards_and_without_an_index_every_file(both: Path, tmp
     assert finding.hint == text_with(KEEP)
 
 
-def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -> None:
+def test_shards_under_other_names_are_one_finding_of_each_check(fresh):
     path = fresh("qwen2-tied")
     shards = sorted(path.glob("model-*.safetensors"))
     for shard in shards:
@@ -196,7 +188,7 @@ def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -
 
 
 @pytest.mark.parametrize("lone", [False, True])
-def test_tensor_in_two_shards(lone: bool, fresh: PathOf) -> None:
+def test_tensor_in_two_shards(lone, fresh):
     """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
     path = fresh("qwen2-tied")
     home = edits.shard_of(path, NORM)
@@ -213,7 +205,7 @@ def test_tensor_in_two_shards(lone: bool, fresh: PathOf) -> None:
     assert found.hint == text_with(KEEP)
 
 
-def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
+def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh):
     path = fresh("qwen2-tied")
     pairs = {file: path / f"copy-{file.name}" for file in sorted(path.glob("*.safetensors"))[:2]}
     for file, copy in pairs.items():

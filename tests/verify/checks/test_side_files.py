@@ -3,12 +3,9 @@
 import base64
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import PathOf, RunAlone
 from support.messages import text_with
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
@@ -27,20 +24,20 @@ TEMPLATE = {"chat_template": "{{ messages }}"}
 BEYOND = "352 without 1"
 
 
-def write(path: Path, file: str, content: Any) -> None:
+def write(path, file, content):
     (path / file).write_text(json.dumps(content))
 
 
-def change(path: Path, file: str, **changes: Any) -> None:
+def change(path, file, **changes):
     write(path, file, json.loads((path / file).read_text()) | changes)
 
 
-def tokenizer(**changes: Any) -> dict[str, Any]:
+def tokenizer(**changes):
     return {"model": {"type": "BPE", "vocab": WORDS}, "added_tokens": ADDED} | changes
 
 
 @pytest.fixture
-def hf(fresh: PathOf) -> Path:
+def hf(fresh):
     path = fresh("qwen2-tied")
     write(path, "tokenizer.json", tokenizer())
     write(path, "tokenizer_config.json", TOKENS | TEMPLATE)
@@ -50,14 +47,14 @@ def hf(fresh: PathOf) -> Path:
 
 
 @pytest.mark.parametrize(("code", "compared"), [("CK706", 1), ("CK707", 6)])
-def test_side_files_that_agree_are_silent(code: str, compared: int, hf: Path, passes: Callable[..., None]) -> None:
+def test_side_files_that_agree_are_silent(code, compared, hf, passes):
     passes(code, hf, compared)
 
 
 # CK706
 
 
-def test_ranks_of_tiktoken_are_token_ids(fresh: PathOf, alone: RunAlone) -> None:
+def test_ranks_of_tiktoken_are_token_ids(fresh, alone):
     path = fresh("qwen2-tied")
     file = path / "tiktoken.model"
     lines = [f"{base64.b64encode(str(rank).encode()).decode()} {rank}" for rank in range(353)]
@@ -71,7 +68,7 @@ def test_ranks_of_tiktoken_are_token_ids(fresh: PathOf, alone: RunAlone) -> None
     assert "tiktoken" in finding.actual
 
 
-def test_tokenizer_beside_megatron_is_checked(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_tokenizer_beside_megatron_is_checked(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied") / "hf"
     write(path, "tokenizer.json", tokenizer(added_tokens=[{"id": 400, "content": "<new>"}]))
     (finding,) = alone("CK706", path.parent)[1]
@@ -93,8 +90,8 @@ def test_tokenizer_beside_megatron_is_checked(fresh_megatron: PathOf, alone: Run
     ],
 )
 def test_a_token_id_beyond_the_embedding_and_a_file_that_cannot_be_read_are_found(
-    code: str, file: str, content: Any, actual: str, hf: Path, alone: RunAlone
-) -> None:
+    code, file, content, actual, hf, alone
+):
     write(hf, file, content)
     (finding,) = alone(code, hf)[1]
     assert finding.actual == text_with(actual)
@@ -122,9 +119,7 @@ def test_a_token_id_beyond_the_embedding_and_a_file_that_cannot_be_read_are_foun
         ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "error", "eos_token in the vocabulary", "'<|im_end|>'"),
     ],
 )
-def test_special_tokens_that_disagree_are_found(
-    file: str, changes: dict[str, Any], severity: str, expected: str, actual: str, hf: Path, alone: RunAlone
-) -> None:
+def test_special_tokens_that_disagree_are_found(file, changes, severity, expected, actual, hf, alone):
     change(hf, file, **changes)
     (finding,) = alone("CK707", hf)[1]
     assert (finding.severity, finding.file) == (severity, str(hf / file))
@@ -139,9 +134,7 @@ def test_special_tokens_that_disagree_are_found(
         (None, "w7", "warning", "9 in config.json, 7 in tokenizer_config.json"),
     ],
 )
-def test_special_tokens_without_a_majority_name_every_file(
-    generated: int | None, token: str, severity: str, actual: str, hf: Path, alone: RunAlone
-) -> None:
+def test_special_tokens_without_a_majority_name_every_file(generated, token, severity, actual, hf, alone):
     change(hf, "config.json", eos_token_id=9)
     change(hf, "generation_config.json", eos_token_id=generated)
     change(hf, "tokenizer_config.json", eos_token=token)
@@ -158,9 +151,7 @@ def test_special_tokens_without_a_majority_name_every_file(
         ({"tokenizer_config.json": {"chat_template": "x"}, "generation_config.json": {"eos_token_id": 3}}, False),
     ],
 )
-def test_end_of_the_source_that_the_template_writes_is_an_end(
-    changes: dict[str, Any], is_lost: bool, hf: Path, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_end_of_the_source_that_the_template_writes_is_an_end(changes, is_lost, hf, tmp_path, alone):
     """A merge that keeps the template, and ends where texts end and not where a turn does."""
     change(hf, "tokenizer_config.json", chat_template="{{ messages }}<end>")
     change(hf, "config.json", eos_token_id=[350, 3])
@@ -173,7 +164,7 @@ def test_end_of_the_source_that_the_template_writes_is_an_end(
     assert alone("CK707", hf)[1] == []
 
 
-def test_the_end_that_the_template_writes_is_right(hf: Path, alone: RunAlone) -> None:
+def test_the_end_that_the_template_writes_is_right(hf, alone):
     change(hf, "tokenizer_config.json", chat_template="{{ messages }}<end>")
     for file in ("config.json", "generation_config.json"):
         change(hf, file, eos_token_id=3)
@@ -182,7 +173,7 @@ def test_the_end_that_the_template_writes_is_right(hf: Path, alone: RunAlone) ->
     assert finding.expected == text_with("eos_token_id 350")
 
 
-def test_files_that_are_silent_leave_a_token_to_others(hf: Path, alone: RunAlone) -> None:
+def test_files_that_are_silent_leave_a_token_to_others(hf, alone):
     """A pad_token_id of -1 means none; special_tokens_map.json counts where the config has no token."""
     write(hf, "tokenizer_config.json", {})
     for file in ("config.json", "generation_config.json"):
@@ -197,16 +188,14 @@ def test_files_that_are_silent_leave_a_token_to_others(hf: Path, alone: RunAlone
 
 
 @pytest.fixture
-def pair(hf: Path, tmp_path: Path) -> tuple[Path, Path]:
+def pair(hf, tmp_path):
     source = tmp_path / "source"
     hf.rename(tmp_path / "here")
     shutil.copytree(tmp_path / "here", source)
     return tmp_path / "here", source
 
 
-def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, alone: RunAlone
-) -> None:
+def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(pair, monkeypatch, alone):
     here, source = pair
     change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
     late = Answer[templates.RenderedTemplates]({}, {0: ExitReport("rendering", "no answer within 60 s")})
@@ -220,9 +209,7 @@ def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
     ("file", "processor"),
     [("chat_template.json", False), ("processor_config.json", False), ("chat_template.json", True)],
 )
-def test_a_template_where_tokenizers_do_not_look_is_lost(
-    file: str, processor: bool, pair: tuple[Path, Path], alone: RunAlone
-) -> None:
+def test_a_template_where_tokenizers_do_not_look_is_lost(file, processor, pair, alone):
     """transformers' AutoTokenizer answers the same: chat_template is None."""
     here, source = pair
     change(here, "tokenizer_config.json", chat_template=None)
@@ -239,7 +226,7 @@ def test_a_template_where_tokenizers_do_not_look_is_lost(
 @pytest.mark.parametrize(
     "file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"]
 )
-def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_the_file_of_a_template_is_named(file, pair, alone):
     """chat_template.json is what processors of multimodal models write."""
     here, source = pair
     (source / file).parent.mkdir(exist_ok=True)
@@ -250,7 +237,7 @@ def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alo
     assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
 
-def test_a_tokenizer_that_only_one_side_has(pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_a_tokenizer_that_only_one_side_has(pair, alone):
     """The template of the source is in another of its files, and lost with it."""
     here, source = pair
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
@@ -270,7 +257,7 @@ GENERATION, TOKENIZER, SIZE = (
     {"preprocessor_config.json": {"size": 2}},
 )
 HARMLESS = END | {"min_length": 0, "do_sample": False, "temperature": None, "top_k": 50}
-COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = {
+COMPARED = {
     # Files of the checkpoint, files of its source, and what is found. transformers v5 writes a template of its own.
     "template in another file": ({TOKENIZER: TOKENS, OWN: "{{ messages }}"}, {}, []),
     "another template": ({TOKENIZER: TOKENS, OWN: "{{ messages }} more"}, {}, [("error", OWN)]),
@@ -287,7 +274,7 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]
 
 
 @pytest.mark.parametrize("what", COMPARED)
-def test_files_are_compared_with_those_of_the_source(what: str, pair: tuple[Path, Path], alone: RunAlone) -> None:
+def test_files_are_compared_with_those_of_the_source(what, pair, alone):
     *sides, expected = COMPARED[what]
     for path, files in zip(pair, sides, strict=True):
         for file, content in files.items():
@@ -301,7 +288,7 @@ def test_files_are_compared_with_those_of_the_source(what: str, pair: tuple[Path
 
 
 @pytest.fixture
-def own_class(hf: Path) -> Path:
+def own_class(hf):
     """Words of bytes, as in the tokenizer.json of Qwen2; of its own model_type transformers knows better names."""
     write(hf, "config.json", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     (hf / "tokenizer.model").unlink(missing_ok=True)
@@ -321,9 +308,7 @@ def own_class(hf: Path) -> Path:
         ("Qwen2Tokenizer", (), None),
     ],
 )
-def test_the_class_of_a_tokenizer_takes_its_file(
-    name: str, asked: tuple[str, ...], severities: list[str] | None, own_class: Path, alone: RunAlone
-) -> None:
+def test_the_class_of_a_tokenizer_takes_its_file(name, asked, severities, own_class, alone):
     write(own_class, "tokenizer_config.json", {"eos_token": "<end>", "tokenizer_class": name})
     result, found = alone("CK732", own_class, against=frozenset(asked))
     assert (None if result is None else [one.severity for one in found]) == severities
@@ -335,9 +320,7 @@ def test_the_class_of_a_tokenizer_takes_its_file(
 # CK720
 
 
-def test_no_tokenizer_is_a_warning_and_an_error_beside_a_source_that_has_one(
-    releases: PathOf, fresh: PathOf, converted: PathOf, alone: RunAlone
-) -> None:
+def test_no_tokenizer_is_a_warning_and_an_error_beside_a_source_that_has_one(releases, fresh, converted, alone):
     """Settings are none: of them transformers makes a tokenizer that encodes a text as nothing. Megatron needs none."""
     path = fresh("qwen2-tied")
     (path / "tokenizer.model").unlink()

@@ -2,10 +2,7 @@
 
 import filecmp
 import json
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from families import CASES, case
 from mutations import edits
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
 from support.nightly import daily
 from support.tied import NAMES, one_bit_off, with_head
@@ -23,14 +19,13 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.transformers_class import TIES, TieFlag
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def edited(path: Path, **changes: Any) -> Path:
+def edited(path, **changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
     return path
@@ -49,7 +44,7 @@ def edited(path: Path, **changes: Any) -> Path:
         },
     ],
 )
-def test_spellings_that_agree(rope: dict[str, Any], fresh: PathOf, passes: Callable[..., None]) -> None:
+def test_spellings_that_agree(rope, fresh, passes):
     passes("CK704", edited(fresh("qwen2-tied"), **rope))
 
 
@@ -70,9 +65,7 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_theta": 1e4}}
         ),
     ],
 )
-def test_spellings_that_differ(
-    rope: dict[str, Any], key: str, before: str, after: str, fresh: PathOf, alone: RunAlone
-) -> None:
+def test_spellings_that_differ(rope, key, before, after, fresh, alone):
     path = edited(fresh("qwen2-tied"), **rope)
     _, (finding,) = alone("CK704", path)
     assert finding.expected.startswith(f"rope_parameters.{key} = {before}, as ")
@@ -88,13 +81,11 @@ def test_spellings_that_differ(
         ("CK705", {"hidden_size": "absent", "text_config": {"hidden_size": 128, "model_type": "x"}}),
     ],
 )
-def test_config_that_states_a_value_once_is_not_compared(
-    code: str, changes: dict[str, Any], fresh: PathOf, alone: RunAlone
-) -> None:
+def test_config_that_states_a_value_once_is_not_compared(code, changes, fresh, alone):
     assert alone(code, edited(fresh("qwen2-tied"), **changes)) == (None, [])
 
 
-def test_spellings_inside_text_config_and_beside_megatron_are_compared(fresh_megatron: PathOf, alone: RunAlone) -> None:
+def test_spellings_inside_text_config_and_beside_megatron_are_compared(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied")
     edited(path / "hf", text_config={"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}})
     _, (finding,) = alone("CK704", path)
@@ -106,16 +97,14 @@ def test_spellings_inside_text_config_and_beside_megatron_are_compared(fresh_meg
     ("key", "top", "inside"),
     [("tie_word_embeddings", True, False), ("vocab_size", 352, 360), ("rms_norm_eps", 1e-6, 1e-5)],
 )
-def test_a_text_config_that_contradicts_the_top(
-    key: str, top: Any, inside: Any, fresh: PathOf, alone: RunAlone
-) -> None:
+def test_a_text_config_that_contradicts_the_top(key, top, inside, fresh, alone):
     path = edited(fresh("qwen2-tied"), **{key: top, "text_config": {key: inside}})
     _, (finding,) = alone("CK705", path)
     assert (finding.expected, finding.actual) == (text_with(f"{key} = {top}"), f"text_config.{key} = {inside}")
     assert alone("CK705", edited(path, text_config={key: top}))[1] == []
 
 
-def test_the_tie_flag_that_transformers_adds_by_default(fresh: PathOf, alone: RunAlone) -> None:
+def test_the_tie_flag_that_transformers_adds_by_default(fresh, alone):
     path = edited(fresh("qwen2-untied"), tie_word_embeddings=False, text_config={"tie_word_embeddings": True})
     assert alone("CK705", path)[1] == []
 
@@ -132,7 +121,7 @@ FAMILIES_WITH_TEXT = {
 FLAGS = tuple(product((None, True, False), repeat=2))
 
 
-def flagged(path: Path, config: dict[str, Any], top: Any, inside: Any) -> Path:
+def flagged(path, config, top, inside):
     for part, value in ((config, top), (config.get("text_config", config), inside)):
         part.pop("tie_word_embeddings", None)
         part.update({} if value is None else {"tie_word_embeddings": value})
@@ -140,7 +129,7 @@ def flagged(path: Path, config: dict[str, Any], top: Any, inside: Any) -> Path:
     return path
 
 
-def tied(name: str, path: Path, top: Any, inside: Any) -> Path:
+def tied(name, path, top, inside):
     case.save(name, CASES[name], path, torch.bfloat16)
     for file in path.glob("*.safetensors"):
         kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
@@ -149,7 +138,7 @@ def tied(name: str, path: Path, top: Any, inside: Any) -> Path:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES_WITH_TEXT)
-def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
+def test_the_tie_flag_is_read_where_transformers_reads_it(model_type, tmp_path):
     tie = TIES.get(model_type, TieFlag())
     assert set(tie.text) == FAMILIES_WITH_TEXT[model_type]
     for flags in FLAGS:
@@ -170,9 +159,7 @@ def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_p
         ("qwen3_vl-tied", True, "yes", "tie_word_embeddings 'yes'"),
     ],
 )
-def test_a_tie_flag_where_not_every_reader_looks(
-    name: str, top: Any, inside: Any, actual: str, tmp_path: Path, alone: RunAlone
-) -> None:
+def test_a_tie_flag_where_not_every_reader_looks(name, top, inside, actual, tmp_path, alone):
     """No output layer is stored, so whoever takes false leaves it random."""
     path = tied(name, tmp_path / "model", top, inside)
     (finding,) = alone("CK705", path)[1]
@@ -190,13 +177,11 @@ def test_a_tie_flag_where_not_every_reader_looks(
         ("kimi_k25", None, True),
     ],
 )
-def test_a_tie_flag_where_every_reader_looks(
-    name: str, top: bool | None, inside: bool | None, tmp_path: Path, passes: Callable[..., None]
-) -> None:
+def test_a_tie_flag_where_every_reader_looks(name, top, inside, tmp_path, passes):
     passes("CK705", tied(name, tmp_path / "model", top, inside))
 
 
-def test_what_transformers_makes_of_a_flag_in_text_config_alone(tmp_path: Path, alone: RunAlone) -> None:
+def test_what_transformers_makes_of_a_flag_in_text_config_alone(tmp_path, alone):
     """It leaves the output layer random, and `verify` says so; with the flag at the top it does not."""
     sound = tied("qwen3_vl-tied", tmp_path / "sound", True, None)
     report = verify(sound)
@@ -224,25 +209,23 @@ HEAD, EMBEDDING = NAMES["qwen2-tied"]
 @pytest.fixture(
     scope="module", params=daily(sorted(NAMES), ("qwen2-tied", "mimo-tied-two-layers", "gemma3", "qwen3_vl-tied"))
 )
-def shipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def shipped(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("tied")
     case.save(request.param, CASES[request.param], root / "plain", torch.bfloat16)
     return request.param, with_head(root / "plain", root / "shipped", request.param)
 
 
-def has_note(report: Report, head: str = HEAD, embedding: str = EMBEDDING) -> bool:
+def has_note(report, head=HEAD, embedding=EMBEDDING):
     notes = report.facts.get("notes", [])
     return any(note == text_with(f"{head} tie_word_embeddings {embedding}") for note in notes)
 
 
-def is_sound(report: Report) -> None:
+def is_sound(report):
     assert [str(finding) for finding in report.findings] == []
     assert report.status == "passed"
 
 
-def test_a_head_that_repeats_the_embedding_passes_and_comes_back_from_megatron(
-    shipped: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_a_head_that_repeats_the_embedding_passes_and_comes_back_from_megatron(shipped, tmp_path):
     """The same files, byte for byte. Either side may lack the head."""
     name, path = shipped
     report = verify(path)
@@ -259,19 +242,19 @@ def test_a_head_that_repeats_the_embedding_passes_and_comes_back_from_megatron(
     assert NAMES[name][0] in models.tensors(tmp_path / "back")
 
 
-def test_a_model_without_the_head_has_neither_note_nor_check(releases: PathOf) -> None:
+def test_a_model_without_the_head_has_neither_note_nor_check(releases):
     report = verify(releases("qwen2-tied"))
     assert not has_note(report)
     assert "CK211" not in [check.code for check in report.checks]
 
 
 @pytest.fixture
-def stale(releases: PathOf, tmp_path: Path) -> Path:
+def stale(releases, tmp_path):
     release = releases("qwen2-tied")
     return with_head(release, tmp_path / "stale", "qwen2-tied", one_bit_off(models.tensors(release)[EMBEDDING]))
 
 
-def test_a_head_that_differs_is_an_error(stale: Path, releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_a_head_that_differs_is_an_error(stale, releases, tmp_path, only):
     """Only of values: preflight, which reads headers, has a note. A model without it has lost it."""
     finding = only(verify(stale))
     assert (finding.code, finding.severity, finding.tensor) == ("CK211", "error", HEAD)
@@ -288,7 +271,7 @@ def test_a_head_that_differs_is_an_error(stale: Path, releases: PathOf, tmp_path
     assert not (tmp_path / "megatron").exists()
 
 
-def test_a_head_of_another_dtype_or_shape_is_an_error(releases: PathOf, tmp_path: Path) -> None:
+def test_a_head_of_another_dtype_or_shape_is_an_error(releases, tmp_path):
     embedding = models.tensors(releases("qwen2-tied"))[EMBEDDING]
     path = with_head(releases("qwen2-tied"), tmp_path / "wide", "qwen2-tied", embedding.float())
     assert "CK211" in [finding.code for finding in verify(path).findings]
@@ -298,9 +281,7 @@ def test_a_head_of_another_dtype_or_shape_is_an_error(releases: PathOf, tmp_path
 
 
 @pytest.mark.parametrize("shipping", ["source", "reference"])
-def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
-    releases: PathOf, tmp_path: Path, shipping: str
-) -> None:
+def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(releases, tmp_path, shipping):
     """The packed set is the reference's; a head that only one of the two ships is none of it."""
     plain = releases("qwen2-tied")
     path = with_head(plain, tmp_path / "shipped", "qwen2-tied")
@@ -315,7 +296,7 @@ def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
 @pytest.mark.sglang
 @pytest.mark.usefixtures("served_sglang")
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
-def test_sglang_loads_a_tied_model_with_its_head(fresh: PathOf, name: str) -> None:
+def test_sglang_loads_a_tied_model_with_its_head(fresh, name):
     """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads that of qwen3_moe."""
     path = fresh(name)
     edits.replace(path, {HEAD: models.tensors(path)[EMBEDDING].clone()})

@@ -1,16 +1,11 @@
 """What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4: silent where all is sound, and each mutation found."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 import torch
 from mutations.edits import edit_json, names, replace, tensor
 from support import floats, models
-from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.messages import text_with
 from support.nightly import daily
-from torch import Tensor
 
 from ckptkit.verify.run import verify
 
@@ -20,7 +15,7 @@ CHECKS = ("CK301", "CK303", "CK304", "CK305", "CK306", "CK308")
 
 @pytest.mark.parametrize("model", daily(MODELS, ("qwen3_moe",)))
 @pytest.mark.parametrize("name", floats.SPELLINGS)
-def test_sound_weights_have_no_finding(name: str, model: str, releases: PathOf, tmp_path: Path) -> None:
+def test_sound_weights_have_no_finding(name, model, releases, tmp_path):
     path = floats.write(releases(model), tmp_path / "floats", floats.SPELLINGS[name])
     report = verify(path, source=releases(model))
     assert [str(finding) for finding in report.findings] == []
@@ -31,9 +26,7 @@ def test_sound_weights_have_no_finding(name: str, model: str, releases: PathOf, 
         assert checks[code].tensors_compared
 
 
-def test_a_scheme_that_is_not_read_is_inconclusive_and_no_part_of_it_is_a_fault(
-    releases: PathOf, tmp_path: Path
-) -> None:
+def test_a_scheme_that_is_not_read_is_inconclusive_and_no_part_of_it_is_a_fault(releases, tmp_path):
     """Parts whose names no format that is read has; a name that belongs to no module is found all the same."""
     path = floats.write(releases("qwen2-untied"), tmp_path / "floats", floats.SPELLINGS["nvfp4-quark"])
     scheme = {"global_quant_config": {"weight": {"dtype": "fp6_e3m2", "qscheme": "per_group", "group_size": 16}}}
@@ -44,9 +37,7 @@ def test_a_scheme_that_is_not_read_is_inconclusive_and_no_part_of_it_is_a_fault(
     assert "CK104" in [finding.code for finding in verify(path).findings]
 
 
-def test_formats_that_are_mixed_are_each_judged(
-    releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_formats_that_are_mixed_are_each_judged(releases, tmp_path, copy_of, alone):
     release = releases("qwen3_moe")
     nvfp4, fp8 = floats.modelopt_nvfp4(inputs=True), floats.modelopt_fp8
     modules = [name.removesuffix(".weight") for name in models.tensors(release) if name.endswith("_proj.weight")]
@@ -71,13 +62,11 @@ def test_formats_that_are_mixed_are_each_judged(
     assert [(finding.tensor, finding.actual.partition(" ")[0]) for finding in wrong] == [(f"{module}.weight", "FP8")]
 
 
-def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
-    releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(releases, tmp_path, copy_of, alone):
     release, quark = releases("qwen3_moe"), floats.SPELLINGS["mxfp4-quark"]
     own = {"*.o_proj": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": None}}
 
-    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    def store(module, weight):
         if not module.endswith(".o_proj"):
             return quark.store(module, weight)
         return {name: part for name, part in floats.modelopt_fp8(module, weight).items() if "input" not in name}
@@ -96,9 +85,7 @@ def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
 
 
 @pytest.mark.parametrize("spelling", daily(("fp8", "mxfp8", "nvfp4-modelopt"), ("nvfp4-modelopt",)))
-def test_layers_that_are_left_out_have_no_finding(
-    spelling: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_layers_that_are_left_out_have_no_finding(spelling, releases, tmp_path, copy_of, alone):
     """The first layers in BF16, and listed, as recipes have them; a norm in another dtype is still one too many."""
     release, begin = releases("qwen2-untied"), ("model.layers.0.", "model.layers.1.")
     path = floats.write(

@@ -2,27 +2,21 @@
 
 import math
 import shutil
-from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf
-from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.run import verify
 
 LAYER = "model.layers.5."
 QUERY, OUTPUT = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.weight"
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+def rewrite(path, change):
     tensors = models.tensors(path)
     change(tensors)
     for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
@@ -31,10 +25,10 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
     return path
 
 
-def train(path: Path, frozen: Collection[str] = (), size: float = 0.02) -> Path:
+def train(path, frozen=(), size=0.02):
     """A step of training: noise of a part of each tensor's own size, but in tensors whose names begin as `frozen`."""
 
-    def step(tensors: dict[str, Tensor]) -> None:
+    def step(tensors):
         generator = torch.Generator().manual_seed(1)
         for name, one in tensors.items():
             if one.is_floating_point() and not name.startswith(tuple(frozen)):
@@ -44,15 +38,15 @@ def train(path: Path, frozen: Collection[str] = (), size: float = 0.02) -> Path:
     return rewrite(path, step)
 
 
-def exchange(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
+def exchange(first, second):
     return lambda tensors: tensors.update({first: tensors[second], second: tensors[first]})
 
 
-def in_place(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+def in_place(name, change):
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
-def errors(report: Report) -> list[tuple[str, str | None]]:
+def errors(report):
     return [(one.code, one.tensor) for one in report.findings if one.severity == "error"]
 
 
@@ -64,16 +58,14 @@ def errors(report: Report) -> list[tuple[str, str | None]]:
         ("glm4_moe", ("model.embed_tokens", "lm_head")),
     ],
 )
-def test_a_trained_checkpoint_passes(name: str, frozen: tuple[str, ...], releases: PathOf, fresh: PathOf) -> None:
+def test_a_trained_checkpoint_passes(name, frozen, releases, fresh):
     report = verify(train(fresh(name), frozen), source=releases(name), trained=True)
     assert (report.findings, report.status) == ([], "passed")
     assert {"CK202", "CK305"}.isdisjoint(one.code for one in report.checks)
     assert any(note.startswith("training left") for note in report.facts.get("notes", ())) == bool(frozen)
 
 
-def test_a_trained_megatron_checkpoint_passes_and_its_swapped_experts_are_found(
-    releases: PathOf, fresh: PathOf, tmp_path: Path
-) -> None:
+def test_a_trained_megatron_checkpoint_passes_and_its_swapped_experts_are_found(releases, fresh, tmp_path):
     path = train(fresh("glm4_moe"))
     convert(path, tmp_path / "megatron")
     assert verify(tmp_path / "megatron", source=releases("glm4_moe"), trained=True).findings == []
@@ -94,18 +86,14 @@ def test_a_trained_megatron_checkpoint_passes_and_its_swapped_experts_are_found(
         (lambda tensors: tensors[OUTPUT][0, 0].fill_(math.nan), "CK204", OUTPUT),
     ],
 )
-def test_what_training_does_not_do_is_found(
-    change: Callable[[dict[str, Tensor]], object], code: str, tensor: str, releases: PathOf, fresh: PathOf
-) -> None:
+def test_what_training_does_not_do_is_found(change, code, tensor, releases, fresh):
     report = verify(rewrite(train(fresh("qwen2-tied")), change), source=releases("qwen2-tied"), trained=True)
     found = [one for one in report.findings if one.severity == "error"]
     assert {one.code for one in found} == {code}
     assert tensor == "*" or tensor in {name for one in found for name in one.names}
 
 
-def test_another_model_is_one_error_and_an_untrained_one_a_warning(
-    releases: PathOf, fresh: PathOf, only: OnlyFinding
-) -> None:
+def test_another_model_is_one_error_and_an_untrained_one_a_warning(releases, fresh, only):
     source = releases("qwen2-tied")
     finding = only(verify(train(fresh("qwen2-tied"), size=3.0), source=source, trained=True))
     assert (finding.code, finding.severity) == ("CK216", "error")
@@ -114,7 +102,7 @@ def test_another_model_is_one_error_and_an_untrained_one_a_warning(
     assert (finding.code, finding.severity) == ("CK216", "warning")
 
 
-def test_rows_of_new_words_move_and_a_frequency_table_does_not(fresh: PathOf, tmp_path: Path) -> None:
+def test_rows_of_new_words_move_and_a_frequency_table_does_not(fresh, tmp_path):
     source, name = fresh("qwen2-tied"), "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(source, lambda tensors: tensors.update({name: torch.rand(8)}))
     path = train(shutil.copytree(source, tmp_path / "trained"), [name])
@@ -127,7 +115,7 @@ def test_rows_of_new_words_move_and_a_frequency_table_does_not(fresh: PathOf, tm
     assert ("CK216", name) in errors(verify(path, source=source, trained=True))
 
 
-def test_other_settings_are_found_as_ever(releases: PathOf, fresh: PathOf, edit_json: Callable[..., None]) -> None:
+def test_other_settings_are_found_as_ever(releases, fresh, edit_json):
     path = train(fresh("qwen2-tied"))
     edit_json(path / "config.json", rms_norm_eps=1e-3)
     (path / "chat_template.jinja").write_text("{{ messages }} and more")
@@ -135,14 +123,14 @@ def test_other_settings_are_found_as_ever(releases: PathOf, fresh: PathOf, edit_
     assert found == {"CK702", "CK708"}
 
 
-def test_without_it_one_finding_names_it(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+def test_without_it_one_finding_names_it(releases, fresh, only):
     finding = only(verify(train(fresh("glm4_moe")), source=releases("glm4_moe")))
     assert (finding.code, finding.severity) == ("CK202", "error")
     assert "--trained" in finding.hint
 
 
 @pytest.mark.parametrize("options", [{}, {"adapter": "adapter"}])
-def test_it_goes_with_a_source_and_no_adapter(options: dict[str, Any], releases: PathOf) -> None:
+def test_it_goes_with_a_source_and_no_adapter(options, releases):
     source = releases("qwen2-tied") if options else None
     with pytest.raises(UsageError):
         verify(releases("qwen2-tied"), source=source, trained=True, **options)

@@ -2,19 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from mutations.edits import edit_config, replace
-from support.fixture_types import CopyOf, RunAlone
 from support.nightly import daily
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -36,7 +33,7 @@ Answered = Callable[..., float]
 
 
 @pytest.fixture(scope="module")
-def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(tmp_path_factory):
     root = tmp_path_factory.mktemp("llama")
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
@@ -51,16 +48,16 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(int4: Path) -> Iterator[Answered]:
+def answered(int4):
     """`answered(path)`: how far transformers' logits are from those of a sound checkpoint; inf if it raises or NaN."""
     ids, level = torch.arange(24).reshape(2, 12), logging.get_verbosity()
     logging.set_verbosity_error()
 
-    def logits(path: Path) -> Tensor:
+    def logits(path):
         with torch.no_grad():
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto")(ids).logits.float()
 
-    def differs(path: Path, sound: Path = int4) -> float:
+    def differs(path, sound=int4):
         expected = logits(sound)
         try:
             found = float((logits(path) - expected).abs().max())
@@ -72,7 +69,7 @@ def answered(int4: Path) -> Iterator[Answered]:
     logging.set_verbosity(level)
 
 
-def changed(path: Path, *changes: Change) -> Path:
+def changed(path, *changes):
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     for (*parents, key), value in changes:
         place = content
@@ -84,7 +81,7 @@ def changed(path: Path, *changes: Change) -> Path:
     return path
 
 
-def scales(names: Mapping[str, tuple[int, ...]], layers: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
+def scales(names, layers=(0, 1)):
     return {
         f"model.layers.{layer}.self_attn.{name}": torch.full(shape, 0.05, dtype=torch.bfloat16)
         for layer in layers
@@ -92,7 +89,7 @@ def scales(names: Mapping[str, tuple[int, ...]], layers: tuple[int, ...] = (0, 1
     }
 
 
-STATUS: dict[str, Change] = {  # what compressed-tensors does not decompress
+STATUS = {  # what compressed-tensors does not decompress
     "frozen": (("quantization_status",), "frozen"),
     "no status": (("quantization_status",), MISSING),
     "null status": (("quantization_status",), None),
@@ -100,7 +97,7 @@ STATUS: dict[str, Change] = {  # what compressed-tensors does not decompress
     "group in dense": ((*GROUP, "format"), "dense"),
     "group in nvfp4-pack-quantized": ((*GROUP, "format"), "nvfp4-pack-quantized"),
 }
-MISREAD: dict[str, Change] = STATUS | {
+MISREAD = STATUS | {
     "static cache": (("kv_cache_scheme",), CACHE),
     "empty scheme of the cache": (("kv_cache_scheme",), {}),
     "cache with zero points": (("kv_cache_scheme",), CACHE | {"type": "int", "symmetric": False}),
@@ -120,9 +117,7 @@ MISREAD: dict[str, Change] = STATUS | {
 
 
 @pytest.mark.parametrize("what", MISREAD)
-def test_what_transformers_answers_otherwise_is_an_error(
-    what: str, int4: Path, copy_of: CopyOf, answered: Answered
-) -> None:
+def test_what_transformers_answers_otherwise_is_an_error(what, int4, copy_of, answered):
     path = changed(copy_of(int4), MISREAD[what])
     assert answered(path) > 0.5
     report = verify(path)
@@ -137,7 +132,7 @@ def test_what_transformers_answers_otherwise_is_an_error(
         assert [one.severity for one in found if one.actual.startswith("compressed")] == ["warning"]
 
 
-SAME: dict[str, Change] = {
+SAME = {
     "group without a format": ((*GROUP, "format"), MISSING),
     "no type": ((*WEIGHTS, "type"), MISSING),
     "symmetric by default": ((*WEIGHTS, "symmetric"), MISSING),
@@ -151,9 +146,7 @@ SAME: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", SAME)
-def test_what_transformers_answers_alike_has_no_finding(
-    what: str, int4: Path, copy_of: CopyOf, answered: Answered
-) -> None:
+def test_what_transformers_answers_alike_has_no_finding(what, int4, copy_of, answered):
     path = changed(copy_of(int4), SAME[what])
     assert answered(path) == 0
     report = verify(path)
@@ -171,9 +164,7 @@ def test_what_transformers_answers_alike_has_no_finding(
         ("sparsity_config", {"format": "marlin-24"}, "'marlin-24'"),
     ],
 )
-def test_parts_of_a_config_that_readers_leave_out_are_named(
-    key: str, value: Any, said: str, int4: Path, copy_of: CopyOf, answered: Answered
-) -> None:
+def test_parts_of_a_config_that_readers_leave_out_are_named(key, value, said, int4, copy_of, answered):
     """transformers answers as without them, so a model that needs them is answered wrongly."""
     path = changed(copy_of(int4), ((key,), value))
     assert answered(path) == 0
@@ -185,7 +176,7 @@ def test_parts_of_a_config_that_readers_leave_out_are_named(
 
 
 K, V = "k_scale", "v_scale"
-STORED: dict[str, tuple[Mapping[str, Any], dict[str, Tensor], bool]] = {  # scheme, tensors, and whether it is sound
+STORED = {  # scheme, tensors, and whether it is sound
     "one each": (CACHE, scales({K: (1,), V: (1,)}), True),
     "by head": (CACHE | {"strategy": "attn_head"}, scales({K: (2, 1, 1), V: (2, 1, 1)}), True),
     "with zero points": (
@@ -207,9 +198,7 @@ STORED: dict[str, tuple[Mapping[str, Any], dict[str, Tensor], bool]] = {  # sche
 
 
 @pytest.mark.parametrize("what", STORED)
-def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(
-    what: str, int4: Path, copy_of: CopyOf, answered: Answered, alone: RunAlone
-) -> None:
+def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(what, int4, copy_of, answered, alone):
     scheme, tensors, sound = STORED[what]
     path = changed(copy_of(int4), (("kv_cache_scheme",), scheme))
     replace(path, tensors)
@@ -223,7 +212,7 @@ def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(
     assert {one.severity for one in alone("CK303", path, readers=("vllm",))[1]} <= {"warning", "error"}
 
 
-def test_scales_of_a_cache_without_a_scheme_are_called_so(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_scales_of_a_cache_without_a_scheme_are_called_so(int4, copy_of, alone):
     path = copy_of(int4)
     replace(path, scales({K: (1,), V: (1,)}))
     found = alone("CK104", path)[1]
@@ -233,7 +222,7 @@ def test_scales_of_a_cache_without_a_scheme_are_called_so(int4: Path, copy_of: C
     assert all("no kv_cache_scheme" in one.actual for one in found)
 
 
-FLOATS: dict[str, tuple[str, ...]] = {
+FLOATS = {
     "mxfp4": ("--scheme", "mxfp4"),
     "nvfp4": ("--scheme", "nvfp4", "--rounding", "compressed-tensors"),
     "fp8": ("--scheme", "fp8-channel", "--rounding", "compressed-tensors"),
@@ -244,21 +233,21 @@ FIRST = {"targets": ["re:.*down_proj"], "weights": None}
 
 
 @pytest.fixture(scope="module", params=daily(FLOATS, ("nvfp4",)))
-def in_floats(request: pytest.FixtureRequest, int4: Path) -> Path:
+def in_floats(request, int4):
     path = int4.parent / str(request.param)
     command = ["quantize", str(int4.parent / "plain"), str(path), *FLOATS[request.param]]
     assert CliRunner().invoke(cli, command).exit_code == 0
     return path
 
 
-def group_first(path: Path, group: Mapping[str, Any]) -> Path:
+def group_first(path, group):
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     groups = {"first": group, **content["config_groups"]}
     edit_config(path, quantization_config=content | {"config_groups": groups})
     return path
 
 
-FLOATS_MISREAD: dict[str, Change] = {
+FLOATS_MISREAD = {
     "static activations": ((*GROUP, "input_activations"), INT8),
     "activations by channel": ((*GROUP, "input_activations"), INT8 | {"strategy": "channel"}),
     "outputs by head": ((*GROUP, "output_activations"), INT8 | {"strategy": "attn_head"}),
@@ -268,9 +257,7 @@ FLOATS_MISREAD: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", [*FLOATS_MISREAD, "a group without weights"])
-def test_floats_that_transformers_answers_otherwise_are_an_error(
-    what: str, in_floats: Path, copy_of: CopyOf, answered: Answered
-) -> None:
+def test_floats_that_transformers_answers_otherwise_are_an_error(what, in_floats, copy_of, answered):
     path = copy_of(in_floats)
     path = changed(path, FLOATS_MISREAD[what]) if what in FLOATS_MISREAD else group_first(path, FIRST)
     assert answered(path, in_floats) > 0.5
@@ -282,15 +269,13 @@ def test_floats_that_transformers_answers_otherwise_are_an_error(
 
 
 @pytest.mark.parametrize("target", [None, "re:.*self_attn$", "LlamaAttention"])
-def test_floats_that_are_sound_have_no_finding(target: str | None, in_floats: Path, copy_of: CopyOf) -> None:
+def test_floats_that_are_sound_have_no_finding(target, in_floats, copy_of):
     outputs = {"targets": [target], "weights": None, "output_activations": CACHE | {"dynamic": True}}
     assert verify(group_first(copy_of(in_floats), outputs) if target else in_floats).findings == []
 
 
 @pytest.mark.parametrize("key", ["input_activations", "output_activations", "kv_cache_scheme"])
-def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(
-    key: str, in_floats: Path, int4: Path, copy_of: CopyOf
-) -> None:
+def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(key, in_floats, int4, copy_of):
     place = (key,) if key == "kv_cache_scheme" else (*GROUP, key)
     for start in (in_floats, int4) if key == "kv_cache_scheme" else (in_floats,):
         (found,) = verify(changed(copy_of(start), (place, INT4_TOKENS))).findings
@@ -298,7 +283,7 @@ def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(
         assert f"{key} has integers of 4 bits" in found.actual
 
 
-def test_a_method_that_transformers_does_not_know_is_an_error_for_it_alone(int4: Path, tmp_path: Path) -> None:
+def test_a_method_that_transformers_does_not_know_is_an_error_for_it_alone(int4, tmp_path):
     path = tmp_path / "modelopt"
     command = ["quantize", str(int4.parent / "plain"), str(path), "--scheme", "nvfp4"]
     assert CliRunner().invoke(cli, command).exit_code == 0

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from mutations.edits import edit_config
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import CopyOf
 from support.nightly import daily
 from support.other_models import class_for, save_small, small_config
 
@@ -42,25 +40,23 @@ TYPES = (
 DAILY = ("aya_vision", "bart", "cohere2", "gpt2", "granitemoe", "idefics3", "mllama", "t5", "whisper")
 
 
-def _stored(path: Path) -> dict[str, TensorSpec]:
+def _stored(path):
     files = path.glob("*.safetensors")
     return {name: TensorSpec.of(name, tensor) for file in files for name, tensor in load_file(file).items()}
 
 
-def _load(path: Path, tensors: Iterable[TensorSpec], **changes: object) -> NamesReport:
+def _load(path, tensors, **changes):
     """What transformers makes of these tensors under the config of a model, with changes."""
     config = json.loads((path / "config.json").read_text()) | changes
     return load_names(NamesJob(config, list(tensors), f"{mkdtemp(dir=path.parent)}/report.json"))
 
 
-def _is_clean(report: NamesReport) -> bool:
+def _is_clean(report):
     return bool(report.model_class) and not any((report.missing, report.unexpected, report.other_shapes, report.errors))
 
 
 @pytest.mark.parametrize("model_type", daily(TYPES, DAILY))
-def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_named(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_named(model_type, tmp_path):
     assert model_type not in FAMILIES
     path = save_small(model_type, tmp_path / "model")
     tensors = _stored(path)
@@ -100,11 +96,11 @@ def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def cohere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cohere(tmp_path_factory):
     return save_small("cohere2", tmp_path_factory.mktemp("cohere") / "model")
 
 
-def test_verify_names_what_is_missing_unexpected_and_misshapen(cohere: Path, copy_of: CopyOf) -> None:
+def test_verify_names_what_is_missing_unexpected_and_misshapen(cohere, copy_of):
     report = verify(cohere)
     assert (report.status, "transformers" in report.asked) == ("passed", True)
     assert "CK541" in {one.code for one in report.checks if one.status == "passed"}
@@ -119,7 +115,7 @@ def test_verify_names_what_is_missing_unexpected_and_misshapen(cohere: Path, cop
     assert [found.get(name) for name in (gone, moved, new)] == ["CK541"] * 3
 
 
-def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> None:
+def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=128, num_labels=1)
     transformers.Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "reward")
@@ -129,13 +125,13 @@ def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> Non
     assert [(one.code, one.tensor) for one in report.findings if one.severity == "error"] == [("CK541", "score.weight")]
 
 
-def _edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def _edit(path, change):
     weights = load_file(path / "model.safetensors")
     change(weights)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
-def _small(model_class: str, model_type: str, path: Path) -> Path:
+def _small(model_class, model_type, path):
     model = getattr(transformers, model_class)(small_config(transformers.CONFIG_MAPPING[model_type]))
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -175,10 +171,10 @@ def test_whole_numbers_where_the_class_has_floats_are_named(tmp_path: Path) -> N
     assert ("CK541", name) in {(one.code, one.tensor) for one in verify(path).findings}
 
 
-def test_a_tied_weight_that_is_not_stored_takes_one_of_several_values(tmp_path: Path) -> None:
+def test_a_tied_weight_that_is_not_stored_takes_one_of_several_values(tmp_path):
     path = _small("T5ForConditionalGeneration", "t5", tmp_path / "model")
 
-    def found() -> set[str | None]:
+    def found():
         report = verify(path)
         assert "CK541" in {one.code for one in report.checks}
         return {one.tensor for one in report.findings if one.code == "CK541"}
@@ -193,7 +189,7 @@ def test_a_tied_weight_that_is_not_stored_takes_one_of_several_values(tmp_path: 
     assert found() == set()
 
 
-def test_a_tower_that_is_not_stored_is_one_finding(tmp_path: Path) -> None:
+def test_a_tower_that_is_not_stored_is_one_finding(tmp_path):
     path = save_small("qwen2_vl", tmp_path / "model")
     tower = [name for name in _stored(path) if name.startswith("visual.")]
     _edit(path, lambda weights: [weights.pop(name) for name in tower])
@@ -201,7 +197,7 @@ def test_a_tower_that_is_not_stored_is_one_finding(tmp_path: Path) -> None:
     assert [one.count for one in found] == [len(tower)]
 
 
-def test_a_type_that_transformers_does_not_have_either_is_inconclusive_once(cohere: Path, copy_of: CopyOf) -> None:
+def test_a_type_that_transformers_does_not_have_either_is_inconclusive_once(cohere, copy_of):
     path = copy_of(cohere)
     edit_config(path, model_type="cohere9", architectures=["Cohere9ForCausalLM"])
     report = verify(path)
@@ -210,26 +206,24 @@ def test_a_type_that_transformers_does_not_have_either_is_inconclusive_once(cohe
     assert "CK541" in reason
 
 
-def test_families_of_ours_are_asked_on_request(releases: Callable[[str], Path]) -> None:
+def test_families_of_ours_are_asked_on_request(releases):
     done = CliRunner().invoke(cli, ["verify", str(releases("qwen3_moe")), "--against-transformers", "--json"])
     checks = {one["code"]: one["status"] for one in json.loads(done.stdout)["checks"]}
     assert checks["CK541"] == "passed", done.output
 
 
-def test_an_engine_that_was_asked_for_is_inconclusive_for_a_type_of_no_family(cohere: Path) -> None:
+def test_an_engine_that_was_asked_for_is_inconclusive_for_a_type_of_no_family(cohere):
     report = verify(cohere, against=frozenset({"sglang"}))
     assert report.status == "inconclusive"
     assert any("CK501" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("name", ["pipeline", "AutoTokenizer", "NoSuchForCausalLM"])
-def test_what_is_no_model_class_is_not_asked(name: str, cohere: Path) -> None:
+def test_what_is_no_model_class_is_not_asked(name, cohere):
     assert _load(cohere, [], architectures=[name]) == NamesReport()
 
 
-def test_a_config_that_transformers_refuses_is_a_finding_and_a_fault_of_ours_is_not(
-    cohere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_transformers_refuses_is_a_finding_and_a_fault_of_ours_is_not(cohere, tmp_path, monkeypatch):
     config, report = json.loads((cohere / "config.json").read_text()), tmp_path / "report.json"
     refused = run(NamesJob(config | {"hidden_size": "wide"}, [], str(report)), PhaseLog(report)).refused
     assert "hidden_size" in refused
@@ -238,5 +232,5 @@ def test_a_config_that_transformers_refuses_is_a_finding_and_a_fault_of_ours_is_
         run(NamesJob(config, [], str(report)), PhaseLog(report))
 
 
-def _without_values(*_: object, **__: object) -> None:
+def _without_values(*_, **__):
     torch.empty(1, device="meta").item()

@@ -3,9 +3,7 @@
 import math
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,8 @@ from families import HF_CASES, case
 from mutations import edits
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
 from support.other_models import save_small
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import quantize
@@ -25,7 +21,6 @@ from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.evidence.extremes import extremes, same_bytes
 from ckptkit.verify.reports.text import headline
 from ckptkit.verify.run import verify
@@ -33,14 +28,14 @@ from ckptkit.verify.run import verify
 BIAS, ROUTER = "model.layers.{}.mlp.gate.e_score_correction_bias", "model.layers.4.mlp.gate.weight"
 
 
-def compared(report: Report, code: str) -> int:
+def compared(report, code):
     return next(check.tensors_compared for check in report.checks if check.code == code)
 
 
 @pytest.mark.parametrize(
     "pair", ["hf-hf", "hf-megatron", "megatron-hf", "megatron-megatron", "fused-hf", "fused-megatron"]
 )
-def test_values_of_one_model_in_any_two_formats_are_equal(pair: str, releases: PathOf, converted: PathOf) -> None:
+def test_values_of_one_model_in_any_two_formats_are_equal(pair, releases, converted):
     sides = {"hf": releases("glm4_moe"), "megatron": converted("glm4_moe"), "fused": releases("glm4_moe", fused=True)}
     checkpoint, source = (sides[side] for side in pair.split("-"))
     report = verify(checkpoint, source=source)
@@ -49,9 +44,7 @@ def test_values_of_one_model_in_any_two_formats_are_equal(pair: str, releases: P
 
 
 @pytest.mark.parametrize(("by", "words"), [(1.0, "is 1 more than"), (-1.0, "is 1 less than"), (0.5, "elements differ")])
-def test_norms_that_another_convention_shifts_are_said_to_be(
-    by: float, words: str, releases: PathOf, fresh: PathOf, only: OnlyFinding
-) -> None:
+def test_norms_that_another_convention_shifts_are_said_to_be(by, words, releases, fresh, only):
     """Some classes multiply by w, others by 1 + w; a converter between them moves the numbers by 1."""
     path, name = fresh("qwen2-tied"), "model.layers.3.input_layernorm.weight"
     models.edit(path, name, models.tensors(path)[name] + by)
@@ -61,16 +54,14 @@ def test_norms_that_another_convention_shifts_are_said_to_be(
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tmp_path_factory):
     return save_small("starcoder2", tmp_path_factory.mktemp("starcoder2"))
 
 
 @pytest.mark.parametrize(
     ("kind", "has_other_values"), [("input_layernorm", False), ("mlp.c_fc", False), ("mlp.c_fc", True)]
 )
-def test_a_renamed_tensor_is_called_that_where_its_values_are_the_sources(
-    kind: str, has_other_values: bool, other: Path, tmp_path: Path
-) -> None:
+def test_a_renamed_tensor_is_called_that_where_its_values_are_the_sources(kind, has_other_values, other, tmp_path):
     content = {name.replace(kind, f"{kind}_b"): tensor for name, tensor in models.tensors(other).items()}
     if has_other_values:
         content[f"model.layers.1.{kind}_b.weight"] += 1
@@ -84,7 +75,7 @@ def test_a_renamed_tensor_is_called_that_where_its_values_are_the_sources(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_square_tensors_that_are_transposed_are_said_to_be(fused: bool, tmp_path: Path) -> None:
+def test_square_tensors_that_are_transposed_are_said_to_be(fused, tmp_path):
     """Of a fused tensor of experts the parts are compared, and the whole is named."""
     model = AutoModelForCausalLM.from_pretrained(save_small("qwen3_moe", tmp_path / "small"), num_experts_per_tok=2)
     source, path = tmp_path / "source", tmp_path / "path"
@@ -106,9 +97,7 @@ def test_square_tensors_that_are_transposed_are_said_to_be(fused: bool, tmp_path
         ("1.mlp.down_proj", "0.mlp.down_proj", "layers 0 and 1 are exchanged"),
     ],
 )
-def test_swapped_tensors_are_one_finding_that_says_so(
-    first: str, second: str, said: str, converted: PathOf, fresh: PathOf, only: OnlyFinding
-) -> None:
+def test_swapped_tensors_are_one_finding_that_says_so(first, second, said, converted, fresh, only):
     path = fresh("glm4_moe")
     first, second = f"model.layers.{first}.weight", f"model.layers.{second}.weight"
     found = models.tensors(path)
@@ -120,9 +109,7 @@ def test_swapped_tensors_are_one_finding_that_says_so(
 
 
 @pytest.mark.parametrize(("value", "code"), [(math.nan, "CK204"), (0.0, "CK205")])
-def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
-    value: float, code: str, releases: PathOf, fresh: PathOf
-) -> None:
+def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(value, code, releases, fresh):
     path = fresh("glm4_moe")
     models.edit(path, ROUTER, torch.full_like(models.tensors(path)[ROUTER], value))
     report = verify(path, source=releases("glm4_moe"))
@@ -133,7 +120,7 @@ def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
     assert headline(report) == f"Router of layer 4: {found[code].actual}."
 
 
-def test_another_model_is_one_finding(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+def test_another_model_is_one_finding(releases, fresh, only):
     path = fresh("glm4_moe")
     found = models.tensors(path)
     edits.replace(path, {name: tensor * 2 + 0.125 for name, tensor in found.items()})
@@ -142,7 +129,7 @@ def test_another_model_is_one_finding(releases: PathOf, fresh: PathOf, only: Onl
     assert finding.count == len(found)
 
 
-def test_a_layer_stored_twice_is_one_error(releases: PathOf, fresh: PathOf) -> None:
+def test_a_layer_stored_twice_is_one_error(releases, fresh):
     path = fresh("qwen2-tied")
     for name, tensor in models.tensors(path).items():
         if name.startswith("model.layers.3."):
@@ -155,7 +142,7 @@ def test_a_layer_stored_twice_is_one_error(releases: PathOf, fresh: PathOf) -> N
     assert headline(report) == text_with("4 values 3")
 
 
-def test_the_hf_side_gives_the_config_where_megatron_has_none(releases: PathOf, fresh_megatron: PathOf) -> None:
+def test_the_hf_side_gives_the_config_where_megatron_has_none(releases, fresh_megatron):
     path = fresh_megatron("qwen2-tied")
     shutil.rmtree(path / "hf")
     release = releases("qwen2-tied")
@@ -166,7 +153,7 @@ def test_the_hf_side_gives_the_config_where_megatron_has_none(releases: PathOf, 
         assert {check.status for check in report.checks} == {"passed"}
 
 
-def test_casts_that_lose_values(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+def test_casts_that_lose_values(releases, fresh, alone):
     """Of fp32 state in bfloat16 the distinct values are counted; FP8 without a scale is always an error."""
     path, name = fresh("glm4_moe"), BIAS.format(2)
     kept = {round(value * 32) for value in models.tensors(path)[name].tolist()}  # bfloat16 has 1/32 between two near 7
@@ -195,9 +182,7 @@ def test_casts_that_lose_values(releases: PathOf, fresh: PathOf, alone: RunAlone
         (BIAS, [4], 0.0, None),
     ],
 )
-def test_constant_in_all_layers_or_in_one_of_an_untrained_model(
-    pattern: str, layers: Sequence[int], value: float, severity: str | None, fresh: PathOf, tmp_path: Path
-) -> None:
+def test_constant_in_all_layers_or_in_one_of_an_untrained_model(pattern, layers, value, severity, fresh, tmp_path):
     """Zeros are how biases begin, and training moves a router's selection bias."""
     path = fresh("glm4_moe") if len(layers) > 1 else tmp_path / "untrained"
     if len(layers) == 1:
@@ -212,15 +197,13 @@ def test_constant_in_all_layers_or_in_one_of_an_untrained_model(
     ("ending", "value", "codes"),
     [("_max", math.inf, []), ("_max", -math.inf, ["CK204"]), ("_min", -math.inf, []), ("_scale", math.inf, ["CK204"])],
 )
-def test_bound_that_clips_nothing_is_infinite(
-    ending: str, value: float, codes: list[str], fresh: PathOf, alone: RunAlone
-) -> None:
+def test_bound_that_clips_nothing_is_infinite(ending, value, codes, fresh, alone):
     path = fresh("qwen2-tied")
     edits.replace(path, {f"model.audio_tower.input{ending}": torch.tensor(value)})
     assert [one.code for one in alone("CK204", path)[1]] == codes
 
 
-def test_rows_of_zeros_are_a_warning_except_in_the_vocabulary(fresh: PathOf, only: OnlyFinding) -> None:
+def test_rows_of_zeros_are_a_warning_except_in_the_vocabulary(fresh, only):
     path, output = fresh("glm4_moe"), "model.layers.8.self_attn.o_proj.weight"
     models.edit(path, output, models.tensors(path)[output].relu())
     assert verify(path).findings == []  # zeros among other values are normal
@@ -241,13 +224,13 @@ slices:
 """
 
 
-def repeated(path: Path, first: int) -> Path:
+def repeated(path, first):
     here, there = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (first, first + 1))
     models.edit(path, there, models.tensors(path)[here])
     return path
 
 
-def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases: PathOf, fresh: PathOf) -> None:
+def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases, fresh):
     path, text = repeated(fresh("glm4_moe"), 4), MERGE.format(method="passthrough", second="base", last=11)
     for source, severity in ((path, "warning"), (releases("glm4_moe"), "error")):
         assert {one.severity for one in verify(path, source=source).findings} == {severity}
@@ -269,7 +252,7 @@ def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases: Path
     assert finding.actual == text_with("7 8 bytes")
 
 
-def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_path: Path) -> None:
+def test_exchanged_layers_of_packed_weights_are_one_error(releases, tmp_path):
     """Plain tensors show whose values they are; packed ones only that they are far off, for the same reason."""
     path = tmp_path / "int4"
     quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
@@ -291,7 +274,7 @@ UP = "model.layers.3.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_extremes_are_those_of_the_tensor(dtype: torch.dtype) -> None:
+def test_extremes_are_those_of_the_tensor(dtype):
     tensor = torch.zeros(3, 400_000)
     tensor[0, 17], tensor[2, 399_999] = -3.0, 4.0
     found = extremes(tensor.to(dtype))
@@ -304,12 +287,12 @@ def test_extremes_are_those_of_the_tensor(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.int32])
-def test_extremes_of_non_float_dtypes_have_no_rms(dtype: torch.dtype) -> None:
+def test_extremes_of_non_float_dtypes_have_no_rms(dtype):
     found = extremes(torch.tensor([[0, 0], [1, 0]]).to(dtype))
     assert (found.low, found.high, found.zero_rows, found.rms) == (0, 1, 1, 0)
 
 
-def test_bytes_are_compared_and_not_numbers() -> None:
+def test_bytes_are_compared_and_not_numbers():
     nan = torch.tensor([math.nan, 0.0])
     assert same_bytes(nan, nan.clone())
     assert not same_bytes(nan, torch.tensor([math.nan, -0.0]))
@@ -318,7 +301,7 @@ def test_bytes_are_compared_and_not_numbers() -> None:
     assert same_bytes(torch.zeros(0), torch.zeros(0))
 
 
-def test_matrices_of_another_size_than_their_siblings(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+def test_matrices_of_another_size_than_their_siblings(releases, fresh, alone):
     """Training makes some 16 times larger or smaller; 200 times is a warning where the source has it too."""
     path, source = fresh("qwen2-tied"), releases("qwen2-tied")
     before = models.tensors(path)[UP].float()
@@ -331,7 +314,7 @@ def test_matrices_of_another_size_than_their_siblings(releases: PathOf, fresh: P
         assert (finding.tensor, finding.severity) == (UP, severity)
 
 
-def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh: PathOf, alone: RunAlone) -> None:
+def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh, alone):
     """As codes of FP8 without their scales: each is as large as its siblings. A tenth of that is left alone."""
     path = fresh("qwen2-tied")
     shapes = {name: one.shape for name, one in models.tensors(path).items() if name.endswith("_proj.weight")}
@@ -345,7 +328,7 @@ def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh: PathOf, a
     assert alone("CK208", path)[1] == []
 
 
-def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+def test_float32_biases_that_were_bfloat16_once(releases, fresh, alone):
     path = fresh("glm4_moe")
     found = models.tensors(path)
     models.edit(path, BIAS.format(4), torch.zeros(12))  # which are not coarse
@@ -358,7 +341,7 @@ def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf,
     assert len(alone("CK210", path, source_path=releases("glm4_moe"))[1]) == 1
 
 
-def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -> Path:
+def padded(source, path, rows, iteration="release"):
     before = TorchDistCheckpoint(source / "release")
     tensors = before.read(list(before.specs))
     name = "embedding.word_embeddings.weight"
@@ -373,9 +356,7 @@ def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -
     ("value", "iteration", "severity"),
     [(0.02, "release", "error"), (0.02, "iter_0000010", "warning"), (0.0, "release", None)],
 )
-def test_vocabulary_padding_that_is_not_zero_is_found(
-    value: float, iteration: str, severity: str | None, converted: PathOf, releases: PathOf, tmp_path: Path
-) -> None:
+def test_vocabulary_padding_that_is_not_zero_is_found(value, iteration, severity, converted, releases, tmp_path):
     rows = torch.zeros(32, 128, dtype=torch.bfloat16)
     rows[5:8, 3] = value
     path = padded(converted("qwen2-tied"), tmp_path / "padded", rows, iteration)

@@ -3,8 +3,6 @@
 import filecmp
 import json
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.options import VerifyOptions
@@ -39,32 +36,32 @@ NAMES = (
 )
 
 
-def without_mtp(name: str, path: Path) -> Path:
+def without_mtp(name, path):
     mtp = ("mtp.", "model.mtp_layers.", "model.layers.12.")
     save(name, with_tensors(CASES[name], lambda key: not key.startswith(mtp)), path, torch.bfloat16)
     return path
 
 
 @pytest.fixture(scope="module", params=daily(NAMES, ("glm4_moe-mtp", "mimo-tied-two-layers", "qwen3_5_moe")))
-def pruned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pruned(request, tmp_path_factory):
     return without_mtp(request.param, tmp_path_factory.mktemp("pruned") / "release")
 
 
-def passes(report: Report, *warnings: str) -> None:
+def passes(report, *warnings):
     assert [(finding.code, finding.severity) for finding in report.findings] == [(code, "warning") for code in warnings]
     assert report.status == "passed"
 
 
-def is_noted(notes: Sequence[str]) -> bool:
+def is_noted(notes):
     return any(note == text_with("multi-token stored") for note in notes)
 
 
-def passes_with_note(report: Report, *warnings: str) -> None:
+def passes_with_note(report, *warnings):
     passes(report, *warnings)
     assert is_noted(report.facts["notes"])
 
 
-def test_a_release_without_its_mtp_layer_goes_to_megatron_and_back(pruned: Path, tmp_path: Path) -> None:
+def test_a_release_without_its_mtp_layer_goes_to_megatron_and_back(pruned, tmp_path):
     passes_with_note(verify(pruned))
     passes_with_note(preflight(hf_checkpoint=pruned))
     assert is_noted(convert(pruned, tmp_path / "megatron").notes)
@@ -75,7 +72,7 @@ def test_a_release_without_its_mtp_layer_goes_to_megatron_and_back(pruned: Path,
     assert filecmp.cmpfiles(pruned, tmp_path / "back", files, shallow=False) == (files, [], [])
 
 
-def test_only_a_launch_that_trains_mtp_layers_needs_them(tmp_path: Path) -> None:
+def test_only_a_launch_that_trains_mtp_layers_needs_them(tmp_path):
     """Arguments do not ask for a layer that nothing is stored of. A lone config.json is taken at its word."""
     pruned, megatron = without_mtp("glm4_moe-mtp", tmp_path / "pruned"), tmp_path / "megatron"
     convert(pruned, megatron)
@@ -88,7 +85,7 @@ def test_only_a_launch_that_trains_mtp_layers_needs_them(tmp_path: Path) -> None
     assert any(one.code == "CK104" and "mtp.layers.0." in (one.tensor or "") for one in report.findings)
 
 
-def test_an_int4_release_without_its_mtp_layer_passes(tmp_path: Path) -> None:
+def test_an_int4_release_without_its_mtp_layer_passes(tmp_path):
     pruned = without_mtp("glm4_moe-mtp", tmp_path / "pruned")
     assert is_noted(quantize(pruned, tmp_path / "int4", QuantScheme(32, "qmax7")).notes)
     passes_with_note(verify(tmp_path / "int4", source=pruned))
@@ -96,7 +93,7 @@ def test_an_int4_release_without_its_mtp_layer_passes(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "fused"])
-def reap(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reap(request, tmp_path_factory):
     """Qwen3.5's language model as REAP publishes it: names under `model.language_model.`, MTP promised and absent."""
     path = tmp_path_factory.mktemp("reap") / "release"
     case = with_tensors(CASES["qwen3_5_moe_text"], lambda key: False)
@@ -105,7 +102,7 @@ def reap(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return path
 
 
-def test_the_language_model_under_those_names_goes_to_megatron_and_back(reap: Path, tmp_path: Path) -> None:
+def test_the_language_model_under_those_names_goes_to_megatron_and_back(reap, tmp_path):
     """transformers is the independent truth; SGLang does not rename them, of which a warning tells."""
     _, info = AutoModelForCausalLM.from_pretrained(reap, output_loading_info=True)
     assert [set(info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched")] == [set()] * 3
@@ -118,7 +115,7 @@ def test_the_language_model_under_those_names_goes_to_megatron_and_back(reap: Pa
     assert filecmp.cmpfiles(reap, tmp_path / "back", files, shallow=False) == (files, [], [])
 
 
-def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Path, tmp_path: Path) -> None:
+def test_the_language_model_under_those_names_is_quantized_as_any_other(reap, tmp_path):
     """The experts are packed; they are not to be ignored because their names are not those of a text config alone."""
     quantize(reap, tmp_path / "int4", QuantScheme(32, "qmax7", IGNORE))
     packed = [name for name in models.tensors(tmp_path / "int4") if name.endswith(".weight_packed")]
@@ -130,7 +127,7 @@ def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Pa
 
 
 @pytest.mark.usefixtures("served")
-def test_real_megatron_loads_it_as_a_model_without_the_layer(tmp_path: Path) -> None:
+def test_real_megatron_loads_it_as_a_model_without_the_layer(tmp_path):
     case = with_tensors(small(CASES["glm4_moe-mtp"], 3), lambda key: False)
     save("mtp", case, tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
@@ -144,14 +141,14 @@ GLM = small(CASES["glm4_moe-mtp"], 3)
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def glm(tmp_path_factory):
     root = tmp_path_factory.mktemp("glm")
     save("mtp", GLM, root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
     return root
 
 
-def test_mtp_layers_are_counted_in_tensors_per_layer(glm: Path) -> None:
+def test_mtp_layers_are_counted_in_tensors_per_layer(glm):
     """58: 52 of an MoE layer, 4 around it and two copies. 39: the 35 that Megatron has of an MoE layer, and 4."""
     for path, dense, moe, mtp in (("hf", 14, 52, "3: 58"), ("megatron", 9, 35, "0: 39")):
         report = verify(glm / path, source=glm / "hf")
@@ -163,7 +160,7 @@ def test_mtp_layers_are_counted_in_tensors_per_layer(glm: Path) -> None:
         ]
 
 
-def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path: Path) -> None:
+def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path):
     """Of 56, the copies not counted. With none of them it is a release without the layer (test_without_mtp.py)."""
     save("mtp", with_tensors(GLM, lambda name: name.endswith("enorm.weight")), tmp_path / "hf", torch.bfloat16)
     findings = verify(tmp_path / "hf").findings
@@ -172,11 +169,11 @@ def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path: Path) -> 
     assert "model.layers.3.eh_proj.weight" in {finding.tensor for finding in findings}
 
 
-def judge(subject: Subject) -> list[Finding]:
+def judge(subject):
     return [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())]
 
 
-def held(subject: Subject) -> list[set[str]]:
+def held(subject):
     return [
         {seen.name for seen in report.tensors if seen.name.startswith("mtp.")}
         for report in run_megatron(subject).reports
@@ -184,7 +181,7 @@ def held(subject: Subject) -> list[set[str]]:
 
 
 @pytest.mark.usefixtures("served")
-def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path) -> None:
+def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path):
     """That stage also has embeddings of its own."""
     save("mimo", small(mimo(2, tied=False), 4), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
@@ -227,7 +224,7 @@ HELD = {
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("ranks", daily(HELD, [("llama-biases", 4)]), ids=str)
-def test_every_rank_holds_its_slice(tmp_path: Path, ranks: tuple[str, int]) -> None:
+def test_every_rank_holds_its_slice(tmp_path, ranks):
     name, tp = ranks
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")

@@ -2,17 +2,13 @@
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from support import models
 from support.messages import text_with
-from torch import Tensor
 
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.verify.diff.diff import compare_checkpoints
-from ckptkit.verify.diff.result import Diff
 from ckptkit.verify.diff.sides import Sides
 from ckptkit.verify.diff.text import diff_lines, verdict
 
@@ -20,19 +16,19 @@ UNKNOWN = {"model_type": "of no family"}
 LAYER = "model.layers.{}.mlp.{}.weight"
 
 
-def found_of(a: Checkpoint, b: Checkpoint, exact: bool = False) -> Diff:
+def found_of(a, b, exact=False):
     return compare_checkpoints(Sides(a, b, ("HF", "HF"), ()), "a", "b", exact=exact)
 
 
-def of(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exact: bool = False) -> Diff:
+def of(a, b, exact=False):
     return found_of(models.InMemory(UNKNOWN, a), models.InMemory(UNKNOWN, b), exact)
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_equal_bits_are_equal_with_nan_and_signed_zero() -> None:
+def test_equal_bits_are_equal_with_nan_and_signed_zero():
     tensor = torch.tensor([[0.0, -0.0], [float("nan"), 1.0]])
     found = of({"w": tensor, "e": torch.zeros(0, 3)}, {"w": tensor.clone(), "e": torch.zeros(0, 3)})
     assert found.status == "equal"
@@ -42,7 +38,7 @@ def test_equal_bits_are_equal_with_nan_and_signed_zero() -> None:
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("turned", [False, True])
-def test_cast_of_a_wider_source_is_equal_unless_exact(narrow: torch.dtype, turned: bool) -> None:
+def test_cast_of_a_wider_source_is_equal_unless_exact(narrow, turned):
     wide = random(8, 8)
     a, b = ({"w": wide}, {"w": wide.to(narrow)}) if not turned else ({"w": wide.to(narrow)}, {"w": wide})
     found = of(a, b)
@@ -51,7 +47,7 @@ def test_cast_of_a_wider_source_is_equal_unless_exact(narrow: torch.dtype, turne
     assert "float32" in " ".join(diff_lines(found))
 
 
-def test_float16_made_from_bfloat16_is_a_cast_and_a_wrong_element_is_not() -> None:
+def test_float16_made_from_bfloat16_is_a_cast_and_a_wrong_element_is_not():
     brain = random(8, 8, dtype=torch.bfloat16)
     half = brain.to(torch.float16)
     assert of({"w": brain}, {"w": half}).counts["cast"] == 1
@@ -61,13 +57,13 @@ def test_float16_made_from_bfloat16_is_a_cast_and_a_wrong_element_is_not() -> No
 
 
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.int32])
-def test_cast_to_float8_or_integers_is_a_difference(narrow: torch.dtype) -> None:
+def test_cast_to_float8_or_integers_is_a_difference(narrow):
     wide = torch.arange(16.0).reshape(4, 4)
     found = of({"w": wide}, {"w": wide.to(narrow)})
     assert (found.status, found.counts["differing"]) == ("different", 1)
 
 
-def test_distances_are_those_of_hand_computed_numbers() -> None:
+def test_distances_are_those_of_hand_computed_numbers():
     a, b = torch.tensor([3.0, 4.0, -1.0, 2.0]), torch.tensor([3.0, 2.0, -1.0, 2.5])
     (pair,) = of({"w": a}, {"w": b}).differing
     far = pair.distance
@@ -79,7 +75,7 @@ def test_distances_are_those_of_hand_computed_numbers() -> None:
     assert far.relative == pytest.approx(0.625 / 3.5**0.5)
 
 
-def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
+def test_nan_in_one_side_is_counted_and_leaves_finite_numbers():
     a = random(4, 4)
     b = a.clone()
     b[1, 2] = float("nan")
@@ -96,7 +92,7 @@ def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
     assert "\n".join(diff_lines(found)) == text_with("1 finite")
 
 
-def test_worst_kind_comes_first_and_kinds_are_folded() -> None:
+def test_worst_kind_comes_first_and_kinds_are_folded():
     a = {LAYER.format(layer, kind): random(4, 4, seed=layer) for layer in range(3) for kind in ("up_proj", "down_proj")}
     by = {"up_proj": 0.01, "down_proj": 1.0}
     b = {name: tensor + by[name.split(".")[-2]] for name, tensor in a.items()}
@@ -107,7 +103,7 @@ def test_worst_kind_comes_first_and_kinds_are_folded() -> None:
     assert any("differing  model.layers.{0..2}.mlp.down_proj.weight (3 tensors)" in line for line in text)
 
 
-def test_names_and_shapes_of_one_side_are_listed() -> None:
+def test_names_and_shapes_of_one_side_are_listed():
     shared, empty = random(4, 4), torch.zeros(0, 3)
     found = of({"w": shared, "x": random(2, 2, seed=1)}, {"w": shared, "y": random(2, 2, seed=2)})
     assert found.counts | {"equal": 1, "only_a": 1, "only_b": 1} == found.counts
@@ -118,7 +114,7 @@ def test_names_and_shapes_of_one_side_are_listed() -> None:
     assert "w: shape [4, 2] in A and [2, 4] in B" in "\n".join(diff_lines(found))
 
 
-def test_same_bits_under_another_name_are_a_rename() -> None:
+def test_same_bits_under_another_name_are_a_rename():
     names = [LAYER.format(layer, "up_proj") for layer in range(3)]
     a = {name: random(4, 4, seed=index) for index, name in enumerate(names)}
     found = of(a, {f"language_model.{name}": tensor for name, tensor in a.items()})
@@ -127,13 +123,13 @@ def test_same_bits_under_another_name_are_a_rename() -> None:
     assert move.text == "another name in B: language_model.model.layers.{0..2}.mlp.up_proj.weight"
 
 
-def test_constant_tensors_are_never_moved() -> None:
+def test_constant_tensors_are_never_moved():
     ones, zeros = torch.ones(8), torch.zeros(8)
     found = of({"a.weight": ones, "b.weight": zeros}, {"a.weight": zeros, "b.weight": ones})
     assert (found.counts["moved"], found.counts["differing"]) == (0, 2)
 
 
-def test_experts_of_another_rank_are_named() -> None:
+def test_experts_of_another_rank_are_named():
     name = "model.layers.{}.mlp.experts.{}.up_proj.weight"
     b = {name.format(layer, expert): random(4, 4, seed=10 * layer + expert) for layer in (0, 1) for expert in range(8)}
     a = b | {
@@ -148,7 +144,7 @@ class Watched(models.InMemory):
     alive = 0
     most = 0
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def read(self, names):
         made = {name: self.tensors[name].clone() for name in names}
         for tensor in made.values():
             Watched.alive += 1
@@ -157,11 +153,11 @@ class Watched(models.InMemory):
         return made
 
     @staticmethod
-    def freed() -> None:
+    def freed():
         Watched.alive -= 1
 
 
-def test_memory_holds_a_few_groups_and_no_tensor_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_holds_a_few_groups_and_no_tensor_afterwards(monkeypatch):
     monkeypatch.setattr("ckptkit.verify.evidence.both_sides.cores", lambda: 2)
     a = {f"model.layers.{index}.w": random(4, 4, seed=index) for index in range(200)}
     b = {f"model.layers.{index}.w": random(4, 4, seed=(index + 3) % 400) for index in range(200)}

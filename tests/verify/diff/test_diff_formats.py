@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from families import CASES
 from families.case import save
 from mutations.edits import edit_config
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.processes import ckptkit as ckptkit_command
 from support.tied import with_head
 
@@ -20,17 +17,16 @@ from ckptkit import CkptkitError
 from ckptkit.app.api import convert, quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.diff.diff import diff
-from ckptkit.verify.diff.result import Diff
 from ckptkit.verify.diff.text import diff_lines
 
 UNKNOWN = {"model_type": "of no family"}
 
 
-def moves(found: Diff) -> list[tuple[str, int]]:
+def moves(found):
     return [(move.text, len(move.names)) for move in found.moves]
 
 
-def test_checkpoint_against_its_conversion_is_equal(releases: PathOf, converted: PathOf) -> None:
+def test_checkpoint_against_its_conversion_is_equal(releases, converted):
     hf, megatron = releases("glm4_moe"), converted("glm4_moe")
     for a, b in (
         (hf, megatron),
@@ -42,7 +38,7 @@ def test_checkpoint_against_its_conversion_is_equal(releases: PathOf, converted:
         assert (found.status, len(found.equal)) == ("equal", len(models.tensors(hf)))
 
 
-def test_int4_against_its_source_differs_by_half_a_step_at_most(releases: PathOf, tmp_path: Path) -> None:
+def test_int4_against_its_source_differs_by_half_a_step_at_most(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
     convert(tmp_path / "int4", tmp_path / "megatron")
     for a, b in ((tmp_path / "int4", tmp_path / "megatron"), (tmp_path / "megatron", tmp_path / "int4")):
@@ -63,13 +59,13 @@ def test_int4_against_its_source_differs_by_half_a_step_at_most(releases: PathOf
         assert far.cosine > 0.98
 
 
-def swap(path: Path, first: str, second: str) -> None:
+def swap(path, first, second):
     found = models.tensors(path)
     models.edit(path, first, found[second])
     models.edit(path, second, found[first])
 
 
-def test_exchanges_of_layers_experts_and_projections_are_named(converted: PathOf, fresh: PathOf) -> None:
+def test_exchanges_of_layers_experts_and_projections_are_named(converted, fresh):
     path = fresh("glm4_moe")
     expert = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
     for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
@@ -89,9 +85,7 @@ def test_exchanges_of_layers_experts_and_projections_are_named(converted: PathOf
     assert "model.layers.5.mlp.experts.{3,7}.gate_proj.weight" in "\n".join(diff_lines(found))
 
 
-def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_embedding(
-    releases: PathOf, tmp_path: Path
-) -> None:
+def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_embedding(releases, tmp_path):
     plain = releases("qwen2-tied")
     repeated = with_head(plain, tmp_path / "repeated", "qwen2-tied")
     for a, b in ((repeated, plain), (plain, repeated)):
@@ -102,7 +96,7 @@ def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_em
     assert (found.status, [pair.name for pair in found.only_a]) == ("different", ["lm_head.weight"])
 
 
-def test_rounded_router_bias_is_noted(releases: PathOf, fresh: PathOf) -> None:
+def test_rounded_router_bias_is_noted(releases, fresh):
     path, name = fresh("glm4_moe"), "model.layers.4.mlp.gate.e_score_correction_bias"
     models.edit(path, name, models.tensors(path)[name].to(torch.bfloat16))
     found = diff(path, releases("glm4_moe"))
@@ -119,9 +113,7 @@ def test_rounded_router_bias_is_noted(releases: PathOf, fresh: PathOf) -> None:
         ({"sliding_window": 77, "use_sliding_window": True}, "sliding_window"),
     ],
 )
-def test_config_that_differs_is_a_difference(
-    changes: dict[str, Any], words: str, releases: PathOf, fresh: PathOf
-) -> None:
+def test_config_that_differs_is_a_difference(changes, words, releases, fresh):
     path = fresh("qwen2-tied")
     edit_config(path, **changes)
     found = diff(path, releases("qwen2-tied"))
@@ -134,7 +126,7 @@ def test_config_that_differs_is_a_difference(
 
 
 @pytest.mark.parametrize("is_a", [True, False])
-def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathOf, fresh: PathOf) -> None:
+def test_code_that_only_one_side_has_is_a_difference(is_a, releases, fresh):
     path, release = fresh("qwen2-tied"), releases("qwen2-tied")
     (path / "modeling_x.py").write_text("x")
     edit_config(path, auto_map={"AutoModel": "modeling_x.C"})
@@ -143,7 +135,7 @@ def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathO
     assert sorted(line.split()[0] for line in found.files) == ["config.json", "modeling_x.py"]
 
 
-def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: PathOf, copy_of: CopyOf) -> None:
+def test_models_of_no_family_are_compared_under_the_names_on_disk(releases, copy_of):
     path = copy_of(releases("glm4_moe", fused=True))
     edit_config(path, **UNKNOWN)
     found = diff(path, path)
@@ -151,9 +143,7 @@ def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: Path
     assert [note for note in found.notes if "of no family" in note] != []
 
 
-def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
-    converted: PathOf, fresh_megatron: PathOf, releases: PathOf
-) -> None:
+def test_megatron_without_a_config_is_compared_under_the_names_on_disk(converted, fresh_megatron, releases):
     path = fresh_megatron("qwen2-tied")
     shutil.rmtree(path / "hf")
     found = diff(path, path)
@@ -165,7 +155,7 @@ def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
     assert diff(path, converted("qwen2-tied"), hf=releases("qwen2-tied")).status == "equal"
 
 
-def test_legacy_and_padded_checkpoints_are_compared_with_their_release(saved: Path, releases: PathOf) -> None:
+def test_legacy_and_padded_checkpoints_are_compared_with_their_release(saved, releases):
     found = diff(saved / "legacy, two chunks a stage", releases("qwen2-tied"))
     assert (found.status, found.counts["equal"]) == ("equal", 146)
     assert found.formats == ("Megatron legacy (mp_rank_*)", "HF")
@@ -173,7 +163,7 @@ def test_legacy_and_padded_checkpoints_are_compared_with_their_release(saved: Pa
     assert (found.status, len([note for note in found.notes if "vocabulary" in note])) == ("equal", 1)
 
 
-def test_files_that_loaders_read_are_differences_and_the_order_of_keys_is_none(releases: PathOf, fresh: PathOf) -> None:
+def test_files_that_loaders_read_are_differences_and_the_order_of_keys_is_none(releases, fresh):
     path = fresh("qwen2-tied")
     config = json.loads((path / "config.json").read_text())
     changed = dict(reversed((config | {"transformers_version": "4.51.0", "torch_dtype": "float16"}).items()))
@@ -187,7 +177,7 @@ def test_files_that_loaders_read_are_differences_and_the_order_of_keys_is_none(r
     assert [line.split()[0] for line in found.files] == ["chat_template.jinja", "tokenizer.model"]
 
 
-def test_what_cannot_be_compared_is_an_error(releases: PathOf, fresh: PathOf, fresh_megatron: PathOf) -> None:
+def test_what_cannot_be_compared_is_an_error(releases, fresh, fresh_megatron):
     path = fresh_megatron("glm4_moe")
     edit_config(path / "hf", **UNKNOWN)
     with pytest.raises(CkptkitError, match="of no family"):
@@ -198,7 +188,7 @@ def test_what_cannot_be_compared_is_an_error(releases: PathOf, fresh: PathOf, fr
         diff(path, releases("qwen2-tied"))
 
 
-def test_vision_tower_from_the_other_side_is_noted(tmp_path: Path) -> None:
+def test_vision_tower_from_the_other_side_is_noted(tmp_path):
     save("vision", CASES["qwen3_vl-tied"], tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
     found = diff(tmp_path / "hf", tmp_path / "megatron")
@@ -210,7 +200,7 @@ def test_vision_tower_from_the_other_side_is_noted(tmp_path: Path) -> None:
     assert "visual." in note
 
 
-def test_command_prints_verdict_or_json_and_exits_by_it(converted: PathOf, fresh: PathOf) -> None:
+def test_command_prints_verdict_or_json_and_exits_by_it(converted, fresh):
     path = fresh("qwen2-tied")
     name = "model.layers.3.mlp.up_proj.weight"
     models.edit(path, name, models.tensors(path)[name] * 2)

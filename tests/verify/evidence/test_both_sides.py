@@ -1,10 +1,8 @@
 """Both sides in one pass: tensors that come by in pieces are measured and compared as those read as a whole."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -17,20 +15,20 @@ NAME = "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(monkeypatch):
     """Every matrix is so large that it is read in pieces, of a few rows."""
     monkeypatch.setattr(both_sides, "ARENA", 0)
     monkeypatch.setattr("ckptkit.verify.evidence.extremes._PIECE_BYTES", 1024)
     monkeypatch.setattr(both_sides, "BUFFER", 2048)
 
 
-def one(sides: BothSides, unreadable: dict[str, str] | None = None) -> TensorPair:
+def one(sides, unreadable=None):
     (found,) = sides.read([NAME], unreadable)
     return found
 
 
 @pytest.mark.usefixtures("pieces")
-def test_pieces_are_measured_as_the_whole(releases: PathOf, converted: PathOf) -> None:
+def test_pieces_are_measured_as_the_whole(releases, converted):
     hf, path = HfCheckpoint(releases("qwen3_moe")), converted("qwen3_moe")
     megatron = as_hf_view(open_checkpoint(path), path, hf.specs)
     expected = extremes(hf.read([NAME])[NAME])
@@ -40,7 +38,7 @@ def test_pieces_are_measured_as_the_whole(releases: PathOf, converted: PathOf) -
 
 
 @pytest.mark.usefixtures("pieces")
-def test_the_last_piece_differs_or_is_not_there(releases: PathOf, tmp_path: Path) -> None:
+def test_the_last_piece_differs_or_is_not_there(releases, tmp_path):
     source = HfCheckpoint(releases("qwen3_moe"))
     shutil.copytree(source.root, tmp_path / "there")
     there = HfCheckpoint(tmp_path / "there")
@@ -54,6 +52,6 @@ def test_the_last_piece_differs_or_is_not_there(releases: PathOf, tmp_path: Path
     assert found.b is not None
     assert found.stats == extremes(there.read([NAME])[NAME])
     extent.path.write_bytes(extent.path.read_bytes()[: there._shard_of[NAME].offsets[NAME] + 1])
-    unreadable: dict[str, str] = {}
+    unreadable = {}
     assert list(BothSides(there, source).read([NAME], unreadable)) == []
     assert "ends before its" in unreadable[NAME]

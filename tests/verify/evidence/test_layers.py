@@ -10,11 +10,11 @@ HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})
 CHUNKS = Stages(12, {0: [range(3), range(6, 9)], 1: [range(3, 6), range(9, 12)]})
 
 
-def name(layer: int, rest: str) -> str:
+def name(layer, rest):
     return f"model.layers.{layer}.{rest}"
 
 
-def moved(origin: dict[int, int]) -> dict[str, str | None]:
+def moved(origin):
     """Two tensors a layer, and whose values they hold."""
     return {
         name(layer, rest): name(other, rest)
@@ -45,7 +45,7 @@ def moved(origin: dict[int, int]) -> dict[str, str | None]:
         ({5: 3, 9: 7}, "{5,9} {3,7}", "source"),
     ],
 )
-def test_moved_layers_are_blamed_on_what_moves_them_so(origin: dict[int, int], text: str, blamed: str) -> None:
+def test_moved_layers_are_blamed_on_what_moves_them_so(origin, text, blamed):
     whose = moved({layer: other for layer, other in origin.items() if layer != other})
     (found,) = moved_layers(whose, TWELVE)
     assert found.text == text_with(text)
@@ -53,7 +53,7 @@ def test_moved_layers_are_blamed_on_what_moves_them_so(origin: dict[int, int], t
     assert sorted(found.names) == sorted(whose)
 
 
-def test_what_is_no_moved_layer_is_left_to_the_other_findings() -> None:
+def test_what_is_no_moved_layer_is_left_to_the_other_findings():
     single = {name(3, "a.weight"): name(4, "a.weight")}
     swapped_inside = {name(3, "gate.weight"): name(3, "up.weight"), name(3, "up.weight"): name(3, "gate.weight")}
     partly = {name(3, "a.weight"): name(4, "a.weight"), name(3, "b.weight"): None}
@@ -92,15 +92,13 @@ def test_what_is_no_moved_layer_is_left_to_the_other_findings() -> None:
         ),
     ],
 )
-def test_a_known_pipeline_blames_its_own_stages_alone(
-    stages: Stages, origin: dict[int, int], text: str, hint: str
-) -> None:
+def test_a_known_pipeline_blames_its_own_stages_alone(stages, origin, text, hint):
     (found,) = moved_layers(moved(origin), stages)
     assert found.text == text_with(text)
     assert found.hint == text_with(hint)
 
 
-def test_repeated_layers_and_experts() -> None:
+def test_repeated_layers_and_experts():
     equal = [[name(layer, "q.weight"), name(layer + 6, "q.weight")] for layer in range(6)]
     equal += [[name(1, "k.weight"), name(7, "k.weight")], [name(2, "experts.0.w"), name(2, "experts.5.w")]]
     layers, experts = explain_repeats(equal, TWELVE)

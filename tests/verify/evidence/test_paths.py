@@ -1,10 +1,8 @@
 """Relative paths, `--hf`, files with Megatron's names in an HF directory, and what a launch makes of paths."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.witnesses.megatron import _not_requested
@@ -16,9 +14,7 @@ from ckptkit.verify.witnesses.megatron.job import RankReport
 @pytest.mark.parametrize(
     ("inside", "path"), [("release", "."), ("hf", "../release"), ("hf", "../hf/../release"), (".", "release")]
 )
-def test_the_config_beside_an_iteration_is_found_from_anywhere(
-    inside: str, path: str, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_beside_an_iteration_is_found_from_anywhere(inside, path, converted, monkeypatch):
     monkeypatch.chdir(converted("qwen2-tied") / inside)
     report = verify(path)
     assert report.findings == []
@@ -26,15 +22,13 @@ def test_the_config_beside_an_iteration_is_found_from_anywhere(
 
 
 @pytest.mark.parametrize("kind", ["megatron", "hf"])
-def test_hf_without_a_config_is_bad_input(kind: str, releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_hf_without_a_config_is_bad_input(kind, releases, converted, tmp_path):
     with pytest.raises(CkptkitError, match=r"config\.json"):
         verify(converted("qwen2-tied") if kind == "megatron" else releases("qwen2-tied"), hf=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
-def test_a_file_that_both_kinds_have_tells_neither(
-    name: str, releases: PathOf, converted: PathOf, copy_of: CopyOf
-) -> None:
+def test_a_file_that_both_kinds_have_tells_neither(name, releases, converted, copy_of):
     path = copy_of(releases("qwen2-tied"))
     (path / name).write_text("{}")
     assert Subject(path).kind == "hf"
@@ -46,7 +40,7 @@ def test_a_file_that_both_kinds_have_tells_neither(
     assert Subject(megatron).kind == "megatron"
 
 
-def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> None:
+def test_what_training_saves_beside_weights_is_not_missed(converted):
     beside = [
         "chained_0.optimizer.state.exp_avg.decoder.x",
         "optimizer.state.fp32_param.x",
@@ -57,7 +51,7 @@ def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> 
     assert [issue.names for issue in _not_requested([report], set())] == [["decoder.layers.12.mlp.linear_fc2.weight"]]
 
 
-def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted: PathOf, copy_of: CopyOf) -> None:
+def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted, copy_of):
     """Nothing says what the model should be, so no name and no shape was held against anything."""
     path = copy_of(converted("qwen2-tied"))
     shutil.rmtree(path / "hf")

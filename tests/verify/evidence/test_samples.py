@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fixture_types import PathOf
 from support.megatron_saves import SAVES
 
 from ckptkit.core.specs import TensorSpec
@@ -25,19 +24,19 @@ class Flat:
     path: Path
     specs: Mapping[str, TensorSpec]
 
-    def stretch(self, name: str, element: int) -> FileExtent:
+    def stretch(self, name, element):
         spec = self.specs[name]
         before = list(self.specs).index(name) * spec.nbytes
         size = spec.nbytes // math.prod(spec.shape)
         return FileExtent(self.path, before + element * size, spec.nbytes - element * size)
 
 
-def flat(path: Path, contents: Mapping[str, torch.Tensor]) -> Flat:
+def flat(path, contents):
     path.write_bytes(b"".join(bytes(one.flatten().view(torch.uint8).numpy()) for one in contents.values()))
     return Flat(path, {name: TensorSpec(name, tuple(one.shape), str(one.dtype)[6:]) for name, one in contents.items()})
 
 
-def check_stretches(name: str, whole: torch.Tensor, extents: dict[int, FileExtent | None]) -> None:
+def check_stretches(name, whole, extents):
     content = whole.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     for element, extent in extents.items():
         assert extent is not None, name
@@ -50,7 +49,7 @@ def check_stretches(name: str, whole: torch.Tensor, extents: dict[int, FileExten
 
 
 @pytest.mark.parametrize("label", TORCH_DIST)
-def test_a_stretch_of_what_megatron_saved_is_at_its_element(label: str, saved: Path) -> None:
+def test_a_stretch_of_what_megatron_saved_is_at_its_element(label, saved):
     """Stacked layers and experts, and chunks that cut rows or columns. Other tests compare `read` with Megatron."""
     (path,) = (saved / label).glob("*/.metadata")
     checkpoint = TorchDistCheckpoint(path.parent)
@@ -59,14 +58,14 @@ def test_a_stretch_of_what_megatron_saved_is_at_its_element(label: str, saved: P
         check_stretches(name, whole, {element: checkpoint.stretch(name, element) for element in elements})
 
 
-def test_a_stretch_of_a_release_is_at_its_element(releases: PathOf) -> None:
+def test_a_stretch_of_a_release_is_at_its_element(releases):
     files = HfFiles(releases("qwen3_moe"))
     for name, whole in files.checkpoint.read(list(files.specs)).items():
         check_stretches(name, whole, {element: files.stretch(name, element) for element in (0, whole.numel() - 1)})
     assert files.stretch("no.such.tensor", 0) is None
 
 
-def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
+def test_every_layer_and_every_kind_is_among_the_chosen():
     kinds = ("input_layernorm", "self_attn.o_proj", "mlp.gate", *(f"mlp.experts.{one}.down_proj" for one in range(8)))
     names = [f"model.layers.{layer}.{kind}.weight" for layer in range(48) for kind in kinds]
     taken = chosen(["model.embed_tokens.weight", *names, "lm_head.weight"])
@@ -78,7 +77,7 @@ def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
     assert len({name.split(".")[5] for name in taken if ".experts." in name}) > 4
 
 
-def test_bytes_read_are_bounded(tmp_path: Path) -> None:
+def test_bytes_read_are_bounded(tmp_path):
     """Two files of 4 GB, which are sparse; what the process reads is what the kernel counts."""
     path = tmp_path / "sparse"
     specs = {f"model.layers.{one}.x.weight": TensorSpec(f"{one}", (5120, 4096), "bfloat16") for one in range(100)}
@@ -91,13 +90,13 @@ def test_bytes_read_are_bounded(tmp_path: Path) -> None:
     assert (len(found.compared), found.nbytes, found.differing) == (64, 64 * 3 * (32 << 10), [])
 
 
-def read_so_far() -> int:
+def read_so_far():
     """Bytes that this process has read by now (proc(5))."""
     return int(Path(f"/proc/{os.getpid()}/io").read_text().split()[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_a_cast_gives_is_equal_and_nothing_else(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_a_cast_gives_is_equal_and_nothing_else(dtype, tmp_path):
     odd = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3e38, 3.4e38, -1e39, 1e-40, 1e-7, 65519.0, 65520.0, math.nan]
     wide = torch.cat([torch.tensor(odd), torch.randn(50_000, generator=torch.Generator().manual_seed(1))])
     a, b = flat(tmp_path / "a", {"x": wide}), flat(tmp_path / "b", {"x": wide.to(dtype)})
@@ -114,7 +113,7 @@ def test_what_a_cast_gives_is_equal_and_nothing_else(dtype: torch.dtype, tmp_pat
     )
 
 
-def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path):
     half = torch.ones(4, 4, dtype=torch.bfloat16)
     a = flat(tmp_path / "a", {"x": half, "y": half, "z": half})
     b = flat(tmp_path / "b", {"x": half.half(), "y": half[:2], "w": half})
@@ -132,7 +131,7 @@ def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> N
 UP, NORM = "model.layers.3.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight"
 
 
-def test_an_element_that_differs_in_start_middle_or_end_is_found(tmp_path: Path) -> None:
+def test_an_element_that_differs_in_start_middle_or_end_is_found(tmp_path):
     whole = torch.arange(100_000, dtype=torch.float32).bfloat16()
     a = flat(tmp_path / "a", {"x": whole})
     assert samples_of(a, a, [SamplePair("x", "x")]).differing == []
@@ -155,9 +154,7 @@ def test_an_element_that_differs_in_start_middle_or_end_is_found(tmp_path: Path)
         (UP, (64, 96), math.inf, "float32", False),
     ],
 )
-def test_matrices_that_no_training_makes_of_the_others_are_told(
-    name: str, shape: tuple[int, ...], drift: float, dtype: str, unrelated: bool, tmp_path: Path
-) -> None:
+def test_matrices_that_no_training_makes_of_the_others_are_told(name, shape, drift, dtype, unrelated, tmp_path):
     """By the cosine of the two, which this drift takes away."""
     generator = torch.Generator().manual_seed(7)
     base, noise = (torch.randn(shape, generator=generator) for _ in range(2))

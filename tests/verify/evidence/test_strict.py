@@ -1,12 +1,10 @@
 """A skip says why, is counted, and is enough for `--strict` to exit 1; a check that compared nothing fails."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
@@ -15,7 +13,7 @@ REASON = "common.pt Megatron"
 
 
 @pytest.fixture
-def without_arguments(converted: PathOf, copy_of: CopyOf) -> Path:
+def without_arguments(converted, copy_of):
     """A sound Megatron checkpoint of which CK114 and CK701 cannot say anything."""
     path = copy_of(converted("qwen2-tied"))
     common = torch.load(path / "release" / "common.pt", weights_only=False)
@@ -25,7 +23,7 @@ def without_arguments(converted: PathOf, copy_of: CopyOf) -> Path:
 
 
 @pytest.mark.parametrize("command", [["verify"], ["preflight", "--load"]])
-def test_a_skip_passes_unless_strict_is_asked_for(command: list[str], without_arguments: Path) -> None:
+def test_a_skip_passes_unless_strict_is_asked_for(command, without_arguments):
     words = [*command, str(without_arguments)]
     assert CliRunner().invoke(cli, words).exit_code == 0
     strict = CliRunner().invoke(cli, [*words, "--strict"])
@@ -35,7 +33,7 @@ def test_a_skip_passes_unless_strict_is_asked_for(command: list[str], without_ar
     # `test_right_launches.py` has the twin of which nothing is skipped.
 
 
-def test_a_skip_is_counted_with_its_reason(without_arguments: Path) -> None:
+def test_a_skip_is_counted_with_its_reason(without_arguments):
     content = json.loads(CliRunner().invoke(cli, ["verify", str(without_arguments), "--json"]).stdout)
     assert [(check["code"], check["reason"]) for check in content["checks"] if check["status"] == "skipped"] == [
         ("CK114", text_with(REASON)),

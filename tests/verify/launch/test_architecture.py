@@ -3,28 +3,25 @@
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.messages import text_with
 from support.models import edit_metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME, OTHER = "qwen2-untied", "qwen3-untied"
 ROLES = {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
 
 
-def launch(hf: Path | None, actor: Path, *words: str) -> Report:
+def launch(hf, actor, *words):
     given = ["--hf-checkpoint", str(hf)] if hf else []
     return preflight(arguments=[*given, "--ref-load", str(actor), *words])
 
 
-def with_arguments(root: Path, **arguments: Any) -> Path:
+def with_arguments(root, **arguments):
     path = root / "release" / "common.pt"
     common = torch.load(path, weights_only=False)
     common["args"] = Namespace(**(vars(common["args"]) | arguments))
@@ -32,10 +29,10 @@ def with_arguments(root: Path, **arguments: Any) -> Path:
     return root
 
 
-def with_value_head(root: Path) -> Path:
+def with_value_head(root):
     """A critic as slime saves it: its output layer has one row, whatever the vocabulary."""
 
-    def one_row(metadata: Metadata) -> None:
+    def one_row(metadata):
         head = metadata.state_dict_metadata["output_layer.weight"]
         assert isinstance(head, TensorStorageMetadata)
         head.size = torch.Size((1, head.size[1]))
@@ -46,9 +43,7 @@ def with_value_head(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_of_another_model_is_found_and_the_right_one_passes(
-    role: str, releases: PathOf, converted: PathOf, only: OnlyFinding
-) -> None:
+def test_a_role_of_another_model_is_found_and_the_right_one_passes(role, releases, converted, only):
     """slime and miles load both into the model that the launch's arguments build."""
     hf, actor = releases(NAME), converted(NAME)
     finding = only(launch(hf, actor, ROLES[role], str(converted(OTHER))))
@@ -58,7 +53,7 @@ def test_a_role_of_another_model_is_found_and_the_right_one_passes(
     assert (sound.status, sound.findings) == ("passed", [])
 
 
-def test_a_critic_with_a_value_head_is_sound(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+def test_a_critic_with_a_value_head_is_sound(releases, converted, copy_of):
     critic = with_value_head(copy_of(converted(NAME)))
     report = launch(releases(NAME), converted(NAME), "--critic-load", str(critic))
     assert (report.status, report.findings) == ("passed", [])
@@ -67,18 +62,14 @@ def test_a_critic_with_a_value_head_is_sound(releases: PathOf, converted: PathOf
     assert [(one.code, one.tensor) for one in report.findings] == [("CK740", "output_layer.weight")]
 
 
-def test_arguments_alone_make_another_model(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
+def test_arguments_alone_make_another_model(releases, converted, copy_of, only):
     teacher = with_arguments(copy_of(converted(NAME)), rotary_base=500_000)
     finding = only(launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(teacher)))
     assert (finding.code, finding.tensor) == ("CK740", None)
     assert finding.actual.startswith("another one: rotary_base = 500000 and not ")
 
 
-def test_without_an_engine_the_sides_are_compared_with_each_other(
-    converted: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_without_an_engine_the_sides_are_compared_with_each_other(converted, tmp_path, only):
     finding = only(preflight(load=converted(NAME), ref_load=converted(OTHER)))
     assert (finding.code, finding.file) == ("CK740", str(converted(OTHER) / "release"))
     assert finding.expected == text_with(f"{converted(NAME) / 'release'}")
@@ -86,9 +77,7 @@ def test_without_an_engine_the_sides_are_compared_with_each_other(
     assert preflight(load=converted(NAME), ref_load=same).findings == []
 
 
-def test_headers_of_a_role_that_cannot_be_read_are_a_finding(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
+def test_headers_of_a_role_that_cannot_be_read_are_a_finding(releases, converted, copy_of, only):
     teacher = copy_of(converted(NAME))
     (teacher / "release" / ".metadata").write_bytes(b"\x80\x04")
     finding = only(launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(teacher)))

@@ -1,8 +1,6 @@
 """`preflight --ask-trainer`: a stub of slime, whose two parsers each take a part of the words, parses the launch."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +9,6 @@ from support.messages import text_with
 import ckptkit.verify.launch.ask_trainer
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import UsageError
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.words import LaunchText, Word
 
@@ -39,8 +36,8 @@ WORLD = "assert args.actor_num_gpus_per_node % args.tensor_model_parallel_size =
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Callable[..., Report]:
-    def ask(words: str, validation: str = WORLD, imports: str = "", setting: str = "") -> Report:
+def asked(tmp_path):
+    def ask(words, validation=WORLD, imports="", setting=""):
         arguments = tmp_path / "slime" / "utils" / "arguments.py"
         arguments.parent.mkdir(parents=True, exist_ok=True)
         arguments.write_text(STUB.format(validation=validation, imports=imports))
@@ -51,11 +48,11 @@ def asked(tmp_path: Path) -> Callable[..., Report]:
     return ask
 
 
-def refused(report: Report) -> list[Finding]:
+def refused(report):
     return [one for one in report.findings if one.code == "CK746"]
 
 
-def reasons(report: Report) -> list[str]:
+def reasons(report):
     return [one for one in report.reasons if one.startswith("the trainer")]
 
 
@@ -64,16 +61,14 @@ FORKED = "pid = os.fork()\n    if not pid: raise ValueError('in the child')\n   
 
 
 @pytest.mark.parametrize("validation", [WORLD, FORKED])
-def test_what_each_of_two_parsers_takes_is_taken(validation: str, asked: Callable[..., Report]) -> None:
+def test_what_each_of_two_parsers_takes_is_taken(validation, asked):
     report = asked(RIGHT, validation)
     assert (refused(report), reasons(report)) == ([], [])
     assert any("executed" in one for one in report.facts["notes"])
 
 
 @pytest.mark.parametrize("options", [["--ask-trainer"], ["--ask-trainer", sys.executable]])
-def test_refusal_and_untaken_word_are_named_at_their_lines(
-    options: list[str], asked: Callable[..., Report], tmp_path: Path
-) -> None:
+def test_refusal_and_untaken_word_are_named_at_their_lines(options, asked, tmp_path):
     error, warning = refused(asked(f"{RIGHT.replace('-size 2', '-size 3')} \\\n --sglang-mem-fractoin 0.8"))
     assert (error.severity, error.file) == ("error", str(tmp_path / "run.sh"))
     assert error.actual == f"tensor_model_parallel_size (--tensor-model-parallel-size at {tmp_path}/run.sh:4)"
@@ -95,9 +90,7 @@ def test_refusal_and_untaken_word_are_named_at_their_lines(
         ("--sglang-mem-fraction much", "", ["argument --sglang-mem-fraction: invalid float value: 'much' (--sglang-m"]),
     ],
 )
-def test_what_the_trainer_raises_is_its_refusal(
-    words: str, validation: str, messages: list[str], asked: Callable[..., Report]
-) -> None:
+def test_what_the_trainer_raises_is_its_refusal(words, validation, messages, asked):
     found = refused(asked(f"{RIGHT} {words}", validation))
     assert [one.severity for one in found] == ["error"] * len(messages)
     assert all(one.actual.startswith(text) for one, text in zip(found, messages, strict=True))
@@ -114,15 +107,13 @@ def test_what_the_trainer_raises_is_its_refusal(
         ("import time; time.sleep(600)", "", "within 10 s"),
     ],
 )
-def test_what_is_no_refusal_is_inconclusive(
-    validation: str, imports: str, says: str, asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_refusal_is_inconclusive(validation, imports, says, asked, monkeypatch):
     monkeypatch.setattr(ckptkit.verify.launch.ask_trainer, "_LIMIT_S", 10.0)
     report = asked(RIGHT, validation, imports)
     assert (refused(report), reasons(report)) == ([], [text_with(says)])
 
 
-def test_code_of_a_checkpoint_does_not_run(asked: Callable[..., Report], tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_does_not_run(asked, tmp_path):
     home = tmp_path / "hf"
     home.mkdir()
     (home / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
@@ -133,9 +124,7 @@ def test_code_of_a_checkpoint_does_not_run(asked: Callable[..., Report], tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(
-    asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(asked, monkeypatch):
     (reason,) = reasons(asked(f"{RIGHT} --rotary-base $BASE"))
     assert "$BASE" in reason
     monkeypatch.setenv("WANDB_KEY", "a value to hide")
@@ -159,8 +148,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def ran(tmp_path: Path) -> Callable[..., Report]:
-    def run(*words: str, body: str = "pass", program: str = "-m verl.trainer.main_ppo") -> Report:
+def ran(tmp_path):
+    def run(*words, body="pass", program="-m verl.trainer.main_ppo"):
         write(tmp_path, {"verl/__init__.py": "", "verl/trainer/main_ppo.py": VERL.format(body=body)})
         write(tmp_path, {"ray.py": f"def init(): {BEGINS}", "omegaconf.py": "class ConfigError(Exception): pass"})
         lines = " \\\n".join([f"actor_rollout_ref.model.path={tmp_path}", "data.train_batch_size=8", *words])
@@ -170,13 +159,13 @@ def ran(tmp_path: Path) -> Callable[..., Report]:
     return run
 
 
-def write(root: Path, files: dict[str, str]) -> None:
+def write(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
-def test_a_program_is_run_until_it_begins_its_job(ran: Callable[..., Report], tmp_path: Path) -> None:
+def test_a_program_is_run_until_it_begins_its_job(ran, tmp_path):
     name = "trainer.experiment_name"
     report = ran(f"{name}=run_$(date +%H%M)", body=f"assert values['{name}'] == 'hidden'")
     assert (refused(report), reasons(report)) == ([], [])
@@ -197,22 +186,20 @@ EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
         ("ValueError('n_gpus is odd')", ""),
     ],
 )
-def test_what_a_program_refuses_is_named_at_its_setting(
-    error: str, key: str, ran: Callable[..., Report], tmp_path: Path
-) -> None:
+def test_what_a_program_refuses_is_named_at_its_setting(error, key, ran, tmp_path):
     (one,) = refused(ran(f"{EPOCHS}=3", body=f"raise {error}"))
     assert (one.severity, one.file) == ("error", str(tmp_path / "run.sh"))
     assert one.actual.endswith(f"({key} at {tmp_path}/run.sh:4)") if key else one.actual == "n_gpus is odd"
     assert f"{tmp_path}/verl/trainer/main_ppo.py:" in one.hint
 
 
-def test_what_else_ends_a_program_is_inconclusive(ran: Callable[..., Report]) -> None:
+def test_what_else_ends_a_program_is_inconclusive(ran):
     for body, says in (("return", "began"), ("values['no such key']", "KeyError")):
         report = ran(body=body)
         assert (refused(report), reasons(report)) == ([], [text_with(says)])
 
 
-def test_rolls_program_is_given_its_folder_of_settings_as_written(tmp_path: Path) -> None:
+def test_rolls_program_is_given_its_folder_of_settings_as_written(tmp_path):
     """The folder's way from the program, which Hydra's `initialize` wants, not its path."""
     program = "from argparse import ArgumentParser\nfrom roll.distributed.scheduler.initialize import init\n"
     program += "parser = ArgumentParser()\nfor name in ('path', 'name'): parser.add_argument(f'--config_{name}')\n"
@@ -232,7 +219,7 @@ def test_rolls_program_is_given_its_folder_of_settings_as_written(tmp_path: Path
     assert len(refused(preflight(script=tmp_path / "run.sh", ask_trainer=sys.executable))) == 1
 
 
-def test_where_no_trainer_is_found_the_report_says_what_to_do(tmp_path: Path) -> None:
+def test_where_no_trainer_is_found_the_report_says_what_to_do(tmp_path):
     words = tuple(map(Word, ["--hf-checkpoint", str(tmp_path), *RIGHT.split()]))
     for program, says in (("train.py", "was not found"), ("pretrain_gpt.py", "processes")):
         text = LaunchText(words, program=program, directory=tmp_path)

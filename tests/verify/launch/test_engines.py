@@ -1,37 +1,33 @@
 """Which engine a launch serves with: SGLang's kernels judge SGLang alone, speculative decoding is asked of both."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from mutations.edits import edit_config
 from safetensors.torch import save_file
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.launch.preflight import preflight
 
 ENGINE = "--rollout-num-gpus-per-engine"
 
 
-def found(report: Report, code: str) -> list[Finding]:
+def found(report, code):
     return [finding for finding in report.findings if finding.code == code]
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4(releases, tmp_path_factory):
     """qwen2-untied in INT4, which SGLang's kernels cannot share out over 4 ranks. Read only."""
     path = tmp_path_factory.mktemp("int4") / "qwen2-untied"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
 
 
-def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path) -> None:
+def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4):
     given = [ENGINE, "4", "--actor-num-gpus-per-node", "4"]
     sglang = preflight(hf_checkpoint=int4, ref_load=int4, arguments=[*given, "--sglang-mem-fraction-static", "0.7"])
     assert found(sglang, "CK715")
@@ -39,7 +35,7 @@ def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path)
     assert {"CK307", "CK309", "CK715"}.isdisjoint(one.code for one in vllm.checks if one.status != "skipped")
 
 
-def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, only: OnlyFinding) -> None:
+def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases, only):
     given = [ENGINE, "3", "--vllm-gpu-memory-utilization", "0.7"]
     finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
     expected = "num_attention_heads that divides over 3 ranks"
@@ -52,7 +48,7 @@ def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, o
     assert finding.expected == "rollout_num_gpus_per_engine that divides by vllm_pipeline_parallel_size = 3"
 
 
-def test_a_trainer_does_not_load_weights_of_four_bits(int4: Path, releases: PathOf, copy_of: CopyOf) -> None:
+def test_a_trainer_does_not_load_weights_of_four_bits(int4, releases, copy_of):
     """The engine may. Megatron-Bridge unpacks those of Kimi K2, and an adapter is trained over a base as it is."""
     bf16 = releases("qwen2-untied")
     (finding,) = found(preflight(hf_checkpoint=int4, ref_load=int4), "CK711")
@@ -73,7 +69,7 @@ ALGORITHM = f"{SPECULATIVE}-algorithm"
 NOWHERE = [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"]
 
 
-def for_vllm(**settings: Any) -> list[str]:
+def for_vllm(**settings):
     return ["--vllm-speculative-config", json.dumps({"num_speculative_tokens": 3} | settings)]
 
 
@@ -91,15 +87,13 @@ def for_vllm(**settings: Any) -> list[str]:
         ("qwen2-untied", for_vllm(method="ngram"), ""),
     ],
 )
-def test_speculative_decoding_without_a_draft_is_found(
-    name: str, words: list[str], said: str, releases: PathOf
-) -> None:
+def test_speculative_decoding_without_a_draft_is_found(name, words, said, releases):
     report = preflight(hf_checkpoint=releases(name), arguments=words)
     assert [(one.severity, one.expected) for one in found(report, "CK745")] == [("error", text_with(said))] * bool(said)
     assert {one.code: one.status for one in report.checks}["CK745"] == ("failed" if said else "passed")
 
 
-def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_of: CopyOf) -> None:
+def test_layers_count_by_their_weights_and_not_by_config(releases, copy_of):
     """Qwen3-Next is published with `mtp.` tensors and no number of them; MiniMax-M2 with a number and no tensor."""
     path, given = copy_of(releases("glm4_moe-mtp")), [ALGORITHM, "EAGLE"]
     edit_config(path, num_nextn_predict_layers=0)
@@ -117,13 +111,13 @@ def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_
         "method=suffix",
     ],
 )
-def test_what_is_not_known_of_a_draft_is_not_missing(given: str, releases: PathOf, tmp_path: Path) -> None:
+def test_what_is_not_known_of_a_draft_is_not_missing(given, releases, tmp_path):
     """A variable that nothing sets, in verl's settings of vLLM; without it the draft model is missing."""
     at = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
     model = f"actor_rollout_ref.model.path={releases('qwen2-untied')} actor_rollout_ref.rollout.name=vllm"
     script = tmp_path / "run.sh"
 
-    def asked(words: str) -> list[Finding]:
+    def asked(words):
         settings = " ".join(word if word.startswith("$") else f"+{at}.{word}" for word in words.split())
         script.write_text(f"python3 -m verl.trainer.main_ppo {model} trainer.n_gpus_per_node=8 {settings}\n")
         return found(preflight(script=script), "CK745")
@@ -145,7 +139,7 @@ NESTED = {
     "transformer_layer_config": {"model_type": "llama", **SIZES},
 }
 # Engine, method, config.json of the draft, names of its tensors, the severity of what is found, and its words.
-DRAFTS: list[tuple[str, str, dict[str, Any], tuple[str, ...], str, str]] = [
+DRAFTS = [
     ("sglang", "EAGLE3", LLAMA, FUSED, "", ""),
     ("sglang", "EAGLE3", LLAMA | {"hidden_size": 64, "target_hidden_size": 128}, FUSED, "", ""),
     ("sglang", "EAGLE3", LLAMA | {"hidden_size": 64}, FUSED, "error", "64"),
@@ -171,14 +165,14 @@ DRAFTS: list[tuple[str, str, dict[str, Any], tuple[str, ...], str, str]] = [
 ]
 
 
-def drafting(server: str, method: str, draft: Path, **more: Any) -> list[str]:
+def drafting(server, method, draft, **more):
     if server == "sglang":
         return [f"{SPECULATIVE}-algorithm={method}", f"{SPECULATIVE}-draft-model-path={draft}"]
     given = {"method": method, "model": str(draft), "num_speculative_tokens": 3} | more
     return ["--vllm-speculative-config", json.dumps({name: one for name, one in given.items() if one is not None})]
 
 
-def save_names(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> Path:
+def save_names(path, config, names):
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     save_file({name: torch.zeros(1) for name in names}, path / "model.safetensors")
@@ -187,8 +181,8 @@ def save_names(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> Pa
 
 @pytest.mark.parametrize(("server", "method", "config", "names", "severity", "words"), DRAFTS)
 def test_a_draft_is_held_against_the_method_and_the_served_model(
-    server: str, method: str, config: Any, names: Any, severity: str, words: str, releases: PathOf, tmp_path: Path
-) -> None:
+    server, method, config, names, severity, words, releases, tmp_path
+):
     draft = save_names(tmp_path / "draft", config, names)
     given = drafting(server, method, draft)
     report = preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given)
@@ -208,9 +202,7 @@ def test_a_draft_is_held_against_the_method_and_the_served_model(
         ("draft_model", PLAIN | {"architectures": ["Gemma4DSparkModel"]}, ""),
     ],
 )
-def test_vllm_takes_the_number_of_tokens_from_n_predict_alone(
-    method: str, config: dict[str, Any], severity: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_vllm_takes_the_number_of_tokens_from_n_predict_alone(method, config, severity, releases, tmp_path):
     given = drafting("vllm", method, save_names(tmp_path / "draft", config, FUSED), num_speculative_tokens=None)
     report = preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given)
     assert [one.severity for one in found(report, "CK745")] == ([severity] if severity else [])

@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.files import compose
 from ckptkit.verify.launch.settings.tree import read_yaml
 from ckptkit.verify.launch.shell.read import read_script
-from ckptkit.verify.launch.words import LaunchText
 
 TRAIN = "\npython3 train.py --load /ckpt --hf-checkpoint /hf $A\n"
 DOUBLED = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40
@@ -26,7 +24,7 @@ MUCH = "its end"
 
 
 @pytest.fixture(autouse=True)
-def _within_bounds() -> Iterator[None]:
+def _within_bounds():
     """Every test here ends within 5 seconds of the processor and 1 GiB."""
     seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
@@ -34,7 +32,7 @@ def _within_bounds() -> Iterator[None]:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20
 
 
-def read(tmp_path: Path, text: str) -> LaunchText:
+def read(tmp_path, text):
     script = tmp_path / "run.sh"
     script.write_text(text)
     return read_script(script)
@@ -63,9 +61,7 @@ def read(tmp_path: Path, text: str) -> LaunchText:
         ("\0\0", ""),
     ],
 )
-def test_script_made_to_hang_is_read_within_bounds(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_made_to_hang_is_read_within_bounds(script, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("huge").touch()
@@ -76,7 +72,7 @@ def test_script_made_to_hang_is_read_within_bounds(
     assert len(lines) < 10_000
 
 
-def test_script_that_is_no_text_is_read_or_refused(tmp_path: Path) -> None:
+def test_script_that_is_no_text_is_read_or_refused(tmp_path):
     script = tmp_path / "run.sh"
     script.write_bytes(b"\xff\xfe A=\xff\n" + TRAIN.encode())
     assert [word.text for word in read_script(script).words][:2] == ["--load", "/ckpt"]
@@ -85,7 +81,7 @@ def test_script_that_is_no_text_is_read_or_refused(tmp_path: Path) -> None:
         read_script(script)
 
 
-def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) -> None:
+def test_defaults_that_name_each_other_many_times_are_refused(tmp_path):
     for number in range(20):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
     (tmp_path / "20.yaml").write_text("a: b\n")
@@ -99,7 +95,7 @@ def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) ->
             compose(tmp_path / f"{name}.yaml")
 
 
-def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
+def test_interpolations_that_double_are_not_worked_out(tmp_path):
     doubled = "".join(f'a{number}: "${{a{number - 1}}}${{a{number - 1}}}"\n' for number in range(1, 29))
     (tmp_path / "job.yaml").write_text(f"a0: x\nb: ''\ncircle: ${{circle}}\nlist: [1]\n{doubled}")
     config = Config(read_yaml(tmp_path / "job.yaml"))
@@ -121,7 +117,7 @@ SIZES = [
 MODEL = "--hf-checkpoint /hf --num-layers 4 --hidden-size 64 --num-experts 8 --moe-layer-freq 1"
 
 
-def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(tmp_path: Path) -> None:
+def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(tmp_path):
     for option in SIZES:
         for number in [10**10, 10**18, -(10**12), *([1_001, 2**31 - 1] if "layers" in option else [])]:
             with pytest.raises(CkptkitError, match=f"--{option} .*is larger than"):
@@ -131,7 +127,7 @@ def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(tmp_path: Pa
         preflight(arguments=[*MODEL.split(), "--custom-config-path", str(tmp_path / "custom.yaml")])
 
 
-def test_large_sizes_that_something_has_are_read() -> None:
+def test_large_sizes_that_something_has_are_read():
     words = "--num-layers 1000 --hidden-size 1000000 --rotary-base 1000000000 --save-interval 1000000000"
     words += " --vocab-size 1000000 --seq-length 10000000 --actor-num-nodes 12500"
     assert preflight(arguments=["--hf-checkpoint", "/hf", *words.split()]).findings
@@ -150,7 +146,7 @@ def test_large_sizes_that_something_has_are_read() -> None:
     ],
     ids=["letters", "parentheses", "digits", "open", "nested", "stars", "stages"],
 )
-def test_pipeline_layout_made_to_fill_memory_is_refused(layout: str) -> None:
+def test_pipeline_layout_made_to_fill_memory_is_refused(layout):
     with pytest.raises(CkptkitError, match="too long|layout"):
         _ = Pipeline(4, 2, layout=layout).stages
     preflight(arguments=["--hf-checkpoint", "/hf", "--pipeline-model-parallel-layout", layout])
@@ -167,7 +163,7 @@ CALL = "\nimport command_utils as U\nU.execute_train(train_args='--load x', num_
     ],
     ids=["minus", "invert", "not", "sum", "attributes", "calls", "lambdas", "some minus", "some sums"],
 )
-def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reason(deep: str, tmp_path: Path) -> None:
+def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reason(deep, tmp_path):
     launcher = tmp_path / "run.py"
     launcher.write_text(f"x = {deep}{CALL}")
     (line,) = read_launcher(launcher, [], {}).unresolved

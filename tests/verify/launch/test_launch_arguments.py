@@ -2,10 +2,8 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import arguments_of
 from support.messages import text_with
 
@@ -24,7 +22,7 @@ GLM45 = shlex.split(
 )
 
 
-def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
+def test_launch_arguments_are_read_with_defaults_and_last_value():
     assert arguments_of(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
     assert arguments_of([]) == LaunchArguments()
     words = ["--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "Et|(tt|)*2L"]
@@ -50,7 +48,7 @@ LAYOUT, RANKS = "--pipeline-model-parallel-layout", "--pipeline-model-parallel-s
         ),
     ],
 )
-def test_the_pipeline_that_follows(given: str, pipeline: Pipeline) -> None:
+def test_the_pipeline_that_follows(given, pipeline):
     found = arguments_of(given.split()).pipeline(pipeline.layers, 4)
     assert found == pipeline
     assert found.stages
@@ -71,12 +69,12 @@ SIZES = ("--tensor-model-parallel-size", "--expert-tensor-parallel-size", "--rol
         (f"{CHUNK} 1 {STAGES} 2", "more"),
     ],
 )
-def test_values_that_are_none_and_what_megatrons_arguments_refuse(given: str, said: str) -> None:
+def test_values_that_are_none_and_what_megatrons_arguments_refuse(given, said):
     with pytest.raises(CkptkitError, match=said):
         arguments_of(given.split()).pipeline(92, 4)
 
 
-def test_stages_of_a_launch(releases: PathOf) -> None:
+def test_stages_of_a_launch(releases):
     for words, stages in (
         (f"{RANKS} 3 --decoder-last-pipeline-num-layers 2", ["0..4", "5..9", "10..11"]),
         (f"{RANKS} 2 {LAYOUT} E|t|t*11|L", ["none and 1..11", "0 and none"]),
@@ -86,7 +84,7 @@ def test_stages_of_a_launch(releases: PathOf) -> None:
         assert report.facts["pipeline stages"] == [f"pp rank {at}: layers {one}" for at, one in enumerate(stages)]
 
 
-def test_sizes_that_megatron_would_refuse_are_a_finding(releases: PathOf, only: OnlyFinding) -> None:
+def test_sizes_that_megatron_would_refuse_are_a_finding(releases, only):
     hf = releases("glm4_moe")
     finding = only(preflight(hf_checkpoint=hf, pp=3, arguments=["--decoder-last-pipeline-num-layers", "3"]))
     assert (finding.code, finding.severity) == ("CK703", "error")
@@ -97,7 +95,7 @@ def test_sizes_that_megatron_would_refuse_are_a_finding(releases: PathOf, only: 
         preflight(hf_checkpoint=hf, tp=4, arguments=GLM45)
 
 
-def test_layers_left_over(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_layers_left_over(releases, tmp_path, only):
     """verify puts them on the last stage, as slime does; a launch must say so itself."""
     assert only(preflight(hf_checkpoint=releases("glm4_moe"), pp=5)).severity == "error"
     odd = tmp_path / "eleven"
@@ -118,9 +116,7 @@ def test_layers_left_over(releases: PathOf, tmp_path: Path, only: OnlyFinding) -
         ([], "warning"),  # nobody said
     ],
 )
-def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(
-    words: list[str], severity: str | None, releases: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(words, severity, releases, tmp_path, only):
     config = json.loads((releases("qwen3_moe") / "config.json").read_text()) | {"moe_intermediate_size": 95}
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = preflight(hf_checkpoint=tmp_path, tp=2, ep=4, arguments=words)

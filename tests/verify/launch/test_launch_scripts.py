@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from mutations.edits import edit_config
-from support.fixture_types import PathOf
 from support.launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.job import Launch
@@ -27,17 +25,17 @@ LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719"
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+def configs(tmp_path_factory):
     root = tmp_path_factory.mktemp("configs")
     found = {name: write_config(root / name, name) for name in FAMILIES}
     return found.__getitem__
 
 
-def of_launch(report: Report) -> list[Finding]:
+def of_launch(report):
     return [finding for finding in report.findings if finding.code in LAUNCH]
 
 
-def launch_findings(script: Path) -> list[Finding]:
+def launch_findings(script):
     job = read_job(Launch(read_script(script, environment={})))
     subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
@@ -45,7 +43,7 @@ def launch_findings(script: Path) -> list[Finding]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "llama"])
-def test_right_launch_passes_without_a_finding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_launch_passes_without_a_finding(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root, template = write_headers(tmp_path / "hf", name), PLAIN if name in ("qwen2", "glm4_moe") else RAY
     report = preflight(script=write_launch(tmp_path, name, root, template))
@@ -60,9 +58,9 @@ def test_right_launch_passes_without_a_finding(name: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("name", "before", "after", "expected", "actual", "where"), ROWS["model"])
 def test_model_argument_that_contradicts_config_is_found_with_both_values(
-    name: str, before: str, after: str, expected: str, actual: str, where: str, configs: PathOf, tmp_path: Path
-) -> None:
-    def planted(text: str) -> str:
+    name, before, after, expected, actual, where, configs, tmp_path
+):
+    def planted(text):
         return text.replace(before, after, 1) if "MODEL=(" in text else text
 
     assert before in FAMILIES[name].model
@@ -71,7 +69,7 @@ def test_model_argument_that_contradicts_config_is_found_with_both_values(
     assert [one for one in found if expected in one.expected and actual in one.actual and where in one.actual], found
 
 
-def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(tmp_path: Path) -> None:
+def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(tmp_path):
     """Llama 3.2's factor is 32. An option of latent attention does not set it, nor does its own reach the model."""
     root = write_config(tmp_path / "hf", "llama")
     rope = json.loads((root / "config.json").read_text())["rope_scaling"] | {"factor": 32.0}
@@ -83,7 +81,7 @@ def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(tmp_path: Path) 
         assert found.actual.startswith("rope_scaling_factor = 8.0")
 
 
-def test_yarn_that_no_option_sets_is_found(configs: PathOf, tmp_path: Path) -> None:
+def test_yarn_that_no_option_sets_is_found(configs, tmp_path):
     """Kimi K2 says beta_fast 1, Megatron's latent attention takes 32; miles' fork has an option for it."""
     script = write_launch(tmp_path, "kimi_k2", configs("kimi_k2"))
     (found,) = of_launch(preflight(script=script))
@@ -94,7 +92,7 @@ def test_yarn_that_no_option_sets_is_found(configs: PathOf, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("row", ROWS["launch"], ids="-".join)
-def test_contradiction_in_a_launch_is_found_with_both_values(row: list[str], configs: PathOf, tmp_path: Path) -> None:
+def test_contradiction_in_a_launch_is_found_with_both_values(row, configs, tmp_path):
     name, before, after, code, severity, expected, actual = row
     template = RAY.replace(before, after, 1)
     script = write_launch(tmp_path, name, configs(name), template, lambda text: text.replace(before, after, 1))
@@ -105,7 +103,7 @@ def test_contradiction_in_a_launch_is_found_with_both_values(row: list[str], con
     assert [one for one in found if one[:2] == (code, severity) and expected in one[2] and actual in one[3]], found
 
 
-def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path) -> None:
+def test_bridge_mode_takes_the_model_from_config(configs, tmp_path):
     """miles then builds it by Megatron-Bridge, and starts from --hf-checkpoint where --load holds nothing."""
     template = RAY.replace("  --ref-load ROOT\n", "  --megatron-to-hf-mode bridge --load ROOT/run\n")
     script = write_launch(tmp_path, "qwen3", configs("qwen3"), template, lambda text: text.replace("36", "35"))
@@ -117,7 +115,7 @@ def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path
     )
 
 
-def test_pasted_commands_and_standard_input_are_read(configs: PathOf, tmp_path: Path) -> None:
+def test_pasted_commands_and_standard_input_are_read(configs, tmp_path):
     pasted = f"python3 train.py --hf-checkpoint {configs('qwen3')} --rotary-base 10000 --num-experts 8"
     for text in (pasted, f"bash -c '{pasted}'", f"ssh node1 'cd /x && {pasted}'", pasted.partition("train.py ")[2]):
         done = CliRunner().invoke(cli, ["preflight", "--json", "-"], input=text)
@@ -140,9 +138,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("before", "after", "said"), UNKNOWN)
-def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(
-    before: str, after: str, said: str, configs: PathOf, tmp_path: Path
-) -> None:
+def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(before, after, said, configs, tmp_path):
     template = RAY.replace(before, after, 1)
     script = write_launch(tmp_path, "qwen3", configs("qwen3"), template, lambda text: text.replace(before, after, 1))
     report = preflight(script=script)
@@ -151,9 +147,7 @@ def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(
     assert any(said in line for line in (*report.facts["not read"], reason)), report.facts["not read"]
 
 
-def test_words_behind_the_script_and_variables_of_the_environment_reach_it(
-    configs: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_behind_the_script_and_variables_of_the_environment_reach_it(configs, tmp_path, monkeypatch):
     script = write_launch(tmp_path, "qwen3", configs("qwen3"))
     (found,) = of_launch(preflight(script=script, arguments=["--rotary-base", "5000000"]))
     assert found.actual == "rotary_base = 5000000, at the command line"
@@ -168,7 +162,7 @@ def test_words_behind_the_script_and_variables_of_the_environment_reach_it(
 
 
 @pytest.mark.parametrize("words", ['--spec "plugins.spec" "make_spec"', "--custom-model-provider-path plugins.make"])
-def test_a_module_that_builds_the_model_is_not_judged(words: str, configs: PathOf, tmp_path: Path) -> None:
+def test_a_module_that_builds_the_model_is_not_judged(words, configs, tmp_path):
     script = write_launch(tmp_path, "qwen3", configs("qwen3"), RAY.replace("OFF=(", f"OFF=({words} "))
     report = preflight(script=script)
     assert of_launch(report) == []
@@ -185,13 +179,13 @@ def test_a_module_that_builds_the_model_is_not_judged(words: str, configs: PathO
         ("python3 train.py --x 1\r\n", "carriage returns"),
     ],
 )
-def test_script_that_is_no_launch_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_script_that_is_no_launch_is_refused(text, said, tmp_path):
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(CkptkitError, match=said):
         preflight(script=tmp_path / "run.sh")
 
 
-def test_two_trainers_in_one_script_are_inconclusive(configs: PathOf, tmp_path: Path) -> None:
+def test_two_trainers_in_one_script_are_inconclusive(configs, tmp_path):
     one = f"python3 train.py --hf-checkpoint {configs('qwen3')}"
     (tmp_path / "run.sh").write_text(f"{one} --num-layers 36\n{one} --num-layers 35\n")
     report = preflight(script=tmp_path / "run.sh")

@@ -24,13 +24,13 @@ node: ${base}
 """
 
 
-def config(text: str = TEXT) -> Config:
+def config(text=TEXT):
     tree = parse_yaml(text, Path("job.yaml"))
     assert isinstance(tree, dict)
     return Config(tree, {"NAME": "x"})
 
 
-def test_a_key_has_its_value_and_its_line_or_nothing() -> None:
+def test_a_key_has_its_value_and_its_line_or_nothing():
     expected = {"a": ("1", 2), "b.c": ("1", 3), "b.d.1": ("2", 3), "b.e": ("1/x", 3), "b.f": ("2", 3)}
     expected |= {"more.k": ("2", 5), "node.k": ("1", 4)}
     for key, (text, line) in expected.items():
@@ -49,7 +49,7 @@ def test_a_key_has_its_value_and_its_line_or_nothing() -> None:
         ("x${a}y${a}", "x1y1"),
     ],
 )
-def test_resolvers_give_what_omegaconf_gives(value: str, text: str) -> None:
+def test_resolvers_give_what_omegaconf_gives(value, text):
     assert config(f'a: 1\nv: "{value}"\n').find("v") == Word(text, Path("job.yaml"), 2)
 
 
@@ -66,13 +66,13 @@ def test_resolvers_give_what_omegaconf_gives(value: str, text: str) -> None:
         ("???", "launch"),
     ],
 )
-def test_what_cannot_be_resolved_says_why(value: str, why: str) -> None:
+def test_what_cannot_be_resolved_says_why(value, why):
     with pytest.raises(UnresolvedError) as raised:
         config(f'a: 1\nm: {{n: 1}}\nv: "{value}"\n').find("v")
     assert str(raised.value) == text_with(why)
 
 
-def test_overrides_set_add_and_delete_keys() -> None:
+def test_overrides_set_add_and_delete_keys():
     tree, groups = apply_overrides(
         {"a": {"b": Word("1"), "c": Word("2")}},
         [Word(text) for text in ("a.b=3", "+d.e={x:1,y:z}", "~a.c", "++f=null", "g='q=r'", "actor@a.b=megatron", "-x")],
@@ -102,7 +102,7 @@ ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
         (ALIASES, "more than 50000 values, aliases expanded"),
     ],
 )
-def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
+def test_yaml_that_is_not_read_is_refused(text, why):
     with pytest.raises(CkptkitError, match=why):
         parse_yaml(text, Path("job.yaml"))
     assert parse_yaml("a: !!python/object/apply:os.system ['false']\n") == {"a": [Word("false")]}
@@ -112,7 +112,7 @@ def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
     ("data", "why"),
     [(b"- 1\n", "mapping"), (b"a: \xff\n", "not UTF-8"), (b"#" * (1 << 21), "at most 1048576 are")],
 )
-def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_refused(data, why, tmp_path):
     (tmp_path / "a.yaml").write_bytes(data)
     with pytest.raises(CkptkitError, match=why):
         read_yaml(tmp_path / "a.yaml")
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_p
         read_yaml(tmp_path / "b.yaml")
 
 
-def test_defaults_lists_are_composed_in_their_order(tmp_path: Path) -> None:
+def test_defaults_lists_are_composed_in_their_order(tmp_path):
     (tmp_path / "group").mkdir()
     (tmp_path / "first.yaml").write_text("x: 1\ny: 1\nz: {p: 1, q: 1}\n")
     (tmp_path / "group" / "one.yaml").write_text("size: 4\n")
@@ -137,7 +137,7 @@ def test_defaults_lists_are_composed_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "chosen"), [("policy=small", True), ("+size=big", True), ("seed=big", False)])
-def test_choice_of_a_file_of_a_group_is_not_known(word: str, chosen: bool, tmp_path: Path) -> None:
+def test_choice_of_a_file_of_a_group_is_not_known(word, chosen, tmp_path):
     (tmp_path / "size").mkdir()
     (tmp_path / "size" / "big.yaml").write_text("policy: {model_name: /models/big}\n")
     config = tmp_path / "job.yaml"

@@ -10,12 +10,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from mutations.edits import edit_config, edit_json
 from support.fake_hub import download
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen2-untied"
@@ -38,18 +36,18 @@ LAUNCHES = {
 NAMING = list(LAUNCHES)[2:]
 
 
-def write(folder: Path, stack: str, hf: Path | str) -> Path:
+def write(folder, stack, hf):
     file = folder / ("job.yaml" if stack in ("NeMo-RL", "ROLL") else "run.sh")
     file.write_text(LAUNCHES[stack].replace("MODEL", str(hf)) + "\n")
     return file
 
 
-def actor(report: Report) -> str:
+def actor(report):
     return next(line for line in report.facts["what would be loaded"] if line.startswith("actor "))
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quiet(monkeypatch, tmp_path):
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -58,16 +56,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def unknown(releases: PathOf, copy_of: CopyOf) -> Path:
+def unknown(releases, copy_of):
     path = copy_of(releases(NAME))
     edit_config(path, model_type=UNKNOWN, architectures=["Later"])
     return path
 
 
 @pytest.mark.parametrize("stack", LAUNCHES)
-def test_right_launch_of_an_unknown_model_is_inconclusive(
-    stack: str, unknown: Path, releases: PathOf, tmp_path: Path
-) -> None:
+def test_right_launch_of_an_unknown_model_is_inconclusive(stack, unknown, releases, tmp_path):
     done = CliRunner().invoke(cli, ["preflight", str(write(tmp_path, stack, unknown)), "--json"])
     report = json.loads(done.stdout)
     assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
@@ -77,14 +73,14 @@ def test_right_launch_of_an_unknown_model_is_inconclusive(
     assert (sound.status, sound.findings, sound.reasons) == ("passed", [], [])
 
 
-def test_a_config_without_a_model_type_is_still_a_finding(releases: PathOf, copy_of: CopyOf) -> None:
+def test_a_config_without_a_model_type_is_still_a_finding(releases, copy_of):
     path = copy_of(releases(NAME))
     edit_json(path / "config.json", lambda config: config.pop("model_type"))
     report = preflight(hf_checkpoint=path)
     assert (report.status, "CK101" in [finding.code for finding in report.findings]) == ("failed", True)
 
 
-def in_cache(cache: Path, release: Path) -> Path:
+def in_cache(cache, release):
     snapshot = download(REPOSITORY, release, cache_dir=cache)
     assert snapshot_download(REPOSITORY, cache_dir=cache, local_files_only=True) == str(snapshot)
     return snapshot
@@ -99,9 +95,7 @@ def in_cache(cache: Path, release: Path) -> Path:
         ("HOME", "{}/d", "d/.cache/huggingface/hub"),
     ],
 )
-def test_a_name_on_a_hub_is_its_snapshot_in_the_local_cache(
-    name: str, value: str, cache: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_on_a_hub_is_its_snapshot_in_the_local_cache(name, value, cache, releases, tmp_path, monkeypatch):
     snapshot = in_cache(tmp_path / cache, releases(NAME))
     monkeypatch.setenv(name, value.format(tmp_path))
     for stack in NAMING if name == "HF_HOME" else ["miles"]:
@@ -111,7 +105,7 @@ def test_a_name_on_a_hub_is_its_snapshot_in_the_local_cache(
         assert {"CK102", "CK105"} <= {one.code for one in report.checks if one.status == "passed"}
 
 
-def test_a_cache_that_the_launch_itself_names_counts(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_a_cache_that_the_launch_itself_names_counts(releases, converted, tmp_path):
     in_cache(tmp_path / "shared", releases(NAME))
     text = f"python3 train.py --hf-checkpoint {REPOSITORY} --ref-load {converted(NAME)}"
     (tmp_path / "run.sh").write_text(f"export HF_HUB_CACHE={tmp_path / 'shared'}\n{text}\n")
@@ -120,8 +114,8 @@ def test_a_cache_that_the_launch_itself_names_counts(releases: PathOf, converted
 
 @pytest.mark.parametrize("stack", NAMING)
 def test_a_name_that_is_not_in_the_cache_is_downloaded_or_an_error_where_that_is_forbidden(
-    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stack, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(LocalEntryNotFoundError):  # what the trainer then ends with
         snapshot_download(REPOSITORY, cache_dir=tmp_path / "hub", local_files_only=True)
@@ -140,8 +134,8 @@ def test_a_name_that_is_not_in_the_cache_is_downloaded_or_an_error_where_that_is
 
 
 def test_of_a_part_in_the_cache_the_rest_is_downloaded_or_missing_where_that_is_forbidden(
-    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    releases, tmp_path, monkeypatch
+):
     snapshot = in_cache(tmp_path / "hub", releases(NAME))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert preflight(hf_checkpoint=REPOSITORY).status == "passed"
@@ -152,7 +146,7 @@ def test_of_a_part_in_the_cache_the_rest_is_downloaded_or_missing_where_that_is_
     assert "CK102" in [one.code for one in preflight(hf_checkpoint=REPOSITORY).findings]
 
 
-def test_what_is_no_name_on_a_hub_is_a_path(releases: PathOf, tmp_path: Path) -> None:
+def test_what_is_no_name_on_a_hub_is_a_path(releases, tmp_path):
     for name in ("org/model.git", "org/a--b", "org/a..b", "runs/model/hf", "./org/model", "org/" + "a" * 120):
         report = preflight(arguments=["--hf-checkpoint", name])
         assert [(one.code, one.actual) for one in report.findings] == [("CK714", "no such directory")], name
@@ -161,9 +155,7 @@ def test_what_is_no_name_on_a_hub_is_a_path(releases: PathOf, tmp_path: Path) ->
     assert preflight(hf_checkpoint=REPOSITORY).status == "passed"
 
 
-def test_preflight_takes_a_name_for_a_model_of_settings(
-    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preflight_takes_a_name_for_a_model_of_settings(releases, tmp_path, monkeypatch):
     launch = write(tmp_path, "verl", "another-org/model")
     with pytest.raises(CkptkitError, match=f"--hf-checkpoint {REPOSITORY}: not in"):
         preflight(hf_checkpoint=REPOSITORY, script=launch)
@@ -182,9 +174,7 @@ TEACHERS = {
 
 
 @pytest.mark.parametrize("stack", TEACHERS)
-def test_a_teacher_is_found_in_the_cache_and_by_its_path(
-    stack: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_teacher_is_found_in_the_cache_and_by_its_path(stack, releases, tmp_path, monkeypatch):
     launch, (key, on) = write(tmp_path, stack, releases(NAME)), TEACHERS[stack]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     words = [*on, f"++{key}={REPOSITORY}"]
@@ -202,9 +192,7 @@ def test_a_teacher_is_found_in_the_cache_and_by_its_path(
         assert (report.status, report.findings) == ("passed", [])
 
 
-def test_a_teacher_of_an_unknown_family_and_a_reward_model_leave_the_launch_conclusive(
-    unknown: Path, releases: PathOf, tmp_path: Path
-) -> None:
+def test_a_teacher_of_an_unknown_family_and_a_reward_model_leave_the_launch_conclusive(unknown, releases, tmp_path):
     launch = write(tmp_path, "verl", releases(NAME))
     words = [f"++{TEACHERS['verl'][0]}={unknown}", f"++reward_model.model.path={REPOSITORY}"]
     report = preflight(script=launch, arguments=words)

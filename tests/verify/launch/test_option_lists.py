@@ -10,7 +10,6 @@ import json
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forking import run_in_engine
@@ -45,7 +44,7 @@ FORKS = {
 }
 
 
-def test_every_list_names_its_release_and_each_name_once() -> None:
+def test_every_list_names_its_release_and_each_name_once():
     for program in PROGRAMS:
         first, *rows = (FOLDER / f"{program}.txt").read_text().splitlines()
         found = " ".join(rows).split()
@@ -54,13 +53,13 @@ def test_every_list_names_its_release_and_each_name_once() -> None:
         assert len(set(found)) == len(found) > 50
 
 
-def test_every_option_that_preflight_reads_is_in_a_list() -> None:
+def test_every_option_that_preflight_reads_is_in_a_list():
     read = {*MODEL, *SWITCHES, *RUN, *GPUS, *PATHS} - FORKS
     unlisted = [one for one in read if one not in trainer_options() and "dsa" not in one and "--vllm" not in one]
     assert sorted(unlisted) == []
 
 
-def test_what_takes_no_value_is_told_from_what_does() -> None:
+def test_what_takes_no_value_is_told_from_what_does():
     assert {"--colocate", "--use-kl-loss", "--swiglu", "--sglang-enable-dp-attention"} <= trainer_switches()
     assert trainer_switches().isdisjoint({"--load", "--num-layers", "--rollout-batch-size", "--sglang-ep-size"})
 
@@ -68,7 +67,7 @@ def test_what_takes_no_value_is_told_from_what_does() -> None:
 @pytest.mark.nightly
 @pytest.mark.sglang
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
-def test_sglangs_own_parser_takes_nothing_that_the_list_lacks() -> None:
+def test_sglangs_own_parser_takes_nothing_that_the_list_lacks():
     options = json.loads(python("-c", SGLANG).stdout.splitlines()[-1])
     known = names("sglang")
     assert [one for one in options if one.startswith("--") and one[2:] not in known.every] == []
@@ -76,7 +75,7 @@ def test_sglangs_own_parser_takes_nothing_that_the_list_lacks() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_registries_are_those_of_the_installed_release(engine: str, tmp_path: Path) -> None:
+def test_registries_are_those_of_the_installed_release(engine, tmp_path):
     """Written anew in the engine's Python: another release is another file."""
     log = tmp_path / "log"
     assert run_in_engine(engine, log, "lab.option_names", engine, tmp_path), log.read_text()[-3000:]
@@ -84,14 +83,14 @@ def test_registries_are_those_of_the_installed_release(engine: str, tmp_path: Pa
     assert json.loads(written.read_text()) == json.loads(kept.read_text())
 
 
-def test_rolls_training_arguments_are_those_of_transformers() -> None:
+def test_rolls_training_arguments_are_those_of_transformers():
     from transformers import Seq2SeqTrainingArguments
 
     fields = {one.name for one in dataclasses.fields(Seq2SeqTrainingArguments)}
     assert sorted(fields - names("roll").every) == []
 
 
-def test_names_are_read_from_a_parser_and_from_classes(tmp_path: Path) -> None:
+def test_names_are_read_from_a_parser_and_from_classes(tmp_path):
     """Of a made-up slime and a made-up NeMo-RL, as `lab/option_names.py` reads their checkouts."""
     spec = spec_from_file_location("option_names", ROOT / "lab" / "option_names.py")
     assert spec is not None
@@ -132,7 +131,7 @@ PARSER.add_argument("--num-layers", type=int)
 PARSER.add_argument("--swiglu", action="store_true")
 
 
-def by_argparse(words: list[str]) -> dict[str, Any] | None:
+def by_argparse(words):
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return vars(PARSER.parse_known_args(words)[0])
@@ -140,7 +139,7 @@ def by_argparse(words: list[str]) -> dict[str, Any] | None:
         return None
 
 
-def by_us(words: list[str]) -> dict[str, Any] | None:
+def by_us(words):
     options, given = options_of([Word(word) for word in words]), parse_arguments([Word(word) for word in words])
     if given.refused or any(one.value is None for one in options if one.name in ("--load", "--num-layers")):
         return None
@@ -153,12 +152,12 @@ def by_us(words: list[str]) -> dict[str, Any] | None:
     }
 
 
-def test_options_are_split_up_as_argparse_does() -> None:
+def test_options_are_split_up_as_argparse_does():
     assert [words for words in LINES if by_us(words) != by_argparse(words)] == []
 
 
 @pytest.mark.parametrize("words", [["--ids", "1", "-2", "3", "--load", "/a"], ["--ids", "--load", "/a"], ["--ids=1"]])
-def test_an_option_of_many_values_has_those_that_argparse_gives_it(words: list[str]) -> None:
+def test_an_option_of_many_values_has_those_that_argparse_gives_it(words):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--ids", nargs="*")
     option = last(options_of([Word(word) for word in words]), "--ids")
@@ -166,7 +165,7 @@ def test_an_option_of_many_values_has_those_that_argparse_gives_it(words: list[s
     assert [word.text for word in option.values] == parser.parse_known_args(words)[0].ids
 
 
-def test_options_with_a_value_that_could_not_be_told_are_not_known() -> None:
+def test_options_with_a_value_that_could_not_be_told_are_not_known():
     words = [Word("--load"), UnresolvedWord("$A"), UnresolvedWord("--save=$B"), Word("--tp"), Word("1")]
     known = {one.name: one.known for one in options_of(words)}
     assert known == {"--load": False, "--save": False, "--tp": True}
@@ -197,7 +196,7 @@ ELSEWHERE = {
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_options_are_settings_of_megatron_core_and_defaults_are_its_own() -> None:
+def test_options_are_settings_of_megatron_core_and_defaults_are_its_own():
     fields, factor = json.loads(python("-c", ASK).stdout.splitlines()[-1])
     tables = dict((*MODEL.values(), *SWITCHES.values()))
     # Older versions of megatron-core lack those of sparse attention.
@@ -206,7 +205,7 @@ def test_options_are_settings_of_megatron_core_and_defaults_are_its_own() -> Non
         if name in ELSEWHERE:
             continue
         if kind in (int, float, str) and name in fields:
-            names = {int: ("int",), float: ("float",), str: ("str", "Literal")}[kind]  # type: ignore[index]
+            names = {int: ("int",), float: ("float",), str: ("str", "Literal")}[kind]
             assert any(one in fields[name][0] for one in names), (name, fields[name])
         if isinstance(kind, bool) and name in fields:
             assert fields[name][1] == repr(not kind), name
@@ -221,7 +220,7 @@ OTHER_DEFAULTS = {"kv_lora_rank": (32, "512"), "rotary_scaling_factor": (1.0, "4
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_the_table_has_megatron_cores_defaults_and_names_of_its_settings() -> None:
+def test_the_table_has_megatron_cores_defaults_and_names_of_its_settings():
     fields, _ = json.loads(python("-c", ASK).stdout.splitlines()[-1])
     compared = [row for row in ARGUMENTS if (row.config or row.name) in fields and row.starts is not None]
     assert len(compared) > 35

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.launch_scripts import loads
 from support.messages import text_with
 from support.miles_checkout import write_checkout
@@ -23,7 +21,7 @@ NAME = "glm4_moe"
 
 
 @pytest.fixture
-def run_of(converted: PathOf, tmp_path: Path) -> Path:
+def run_of(converted, tmp_path):
     root = tmp_path / "run"
     for step in (10, 20):
         weights = shutil.copytree(converted(NAME) / "release", root / f"iter_{step:07d}")
@@ -34,7 +32,7 @@ def run_of(converted: PathOf, tmp_path: Path) -> Path:
     return root
 
 
-def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) -> None:
+def test_preflight_of_a_first_start_passes(releases, converted):
     reference = converted(NAME)
     report = preflight(hf_checkpoint=releases(NAME), ref_load=reference, tp=2, pp=4, ep=4)
     assert report.findings == []
@@ -47,7 +45,7 @@ def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) 
     ]
 
 
-def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:
+def test_a_resumed_run_loads_what_its_tracker_says(releases, converted, run_of):
     report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
     assert report.findings == []
     path, why = run_of / "iter_0000020", "the tracker of --load names iter_0000020"
@@ -58,7 +56,7 @@ def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: 
     assert "iter_0000020" in loads(preflight(load=run_of, ckpt_step=0))[0]  # no step
 
 
-def test_a_step_that_is_not_there(run_of: Path, only: OnlyFinding) -> None:
+def test_a_step_that_is_not_there(run_of, only):
     report = preflight(load=run_of, ckpt_step=30)
     finding = only(report)
     assert (finding.code, finding.actual) == ("CK713", "only iter_0000010, iter_0000020")
@@ -67,9 +65,7 @@ def test_a_step_that_is_not_there(run_of: Path, only: OnlyFinding) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_step_of_a_run_that_is_not_there_is_no_first_start(
-    is_there: bool, converted: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_step_of_a_run_that_is_not_there_is_no_first_start(is_there, converted, tmp_path, only):
     if is_there:
         (tmp_path / "save").mkdir()
     finding = only(preflight(load=tmp_path / "save", ref_load=converted(NAME), ckpt_step=100))
@@ -78,17 +74,13 @@ def test_a_step_of_a_run_that_is_not_there_is_no_first_start(
 
 
 @pytest.mark.parametrize("words", [["--ref-ckpt-step", "10"], ["--ckpt-step", "10"]])
-def test_a_step_that_the_first_start_takes_from_the_reference_is_right(
-    words: list[str], run_of: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_the_first_start_takes_from_the_reference_is_right(words, run_of, tmp_path):
     """Where --load is empty, slime takes --ref-load, and of it the iteration of --ckpt-step or --ref-ckpt-step."""
     report = preflight(load=tmp_path / "save", ref_load=run_of, arguments=words)
     assert report.findings == []
 
 
-def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(
-    converted: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(converted, tmp_path, only):
     report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
     assert (report.status, report.findings) == ("passed", [])
     assert "so --ref-load is loaded" in loads(report)[0]
@@ -97,7 +89,7 @@ def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(
     assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
 
 
-def test_a_run_whose_tracker_is_missing(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
+def test_a_run_whose_tracker_is_missing(run_of, converted, only):
     (run_of / TRACKER).unlink()
     report = preflight(load=run_of, ref_load=converted(NAME))
     finding = only(report)
@@ -106,13 +98,13 @@ def test_a_run_whose_tracker_is_missing(run_of: Path, converted: PathOf, only: O
     assert str(converted(NAME) / "release") in loads(report)[0]
 
 
-def test_an_iteration_instead_of_its_parent(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
+def test_an_iteration_instead_of_its_parent(run_of, converted, only):
     finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
     assert (finding.code, finding.severity) == ("CK711", "error")
     assert finding.hint == text_with(f"--load {run_of} --ckpt-step 10")
 
 
-def test_a_reference_iteration_instead_of_its_parent(converted: PathOf, only: OnlyFinding) -> None:
+def test_a_reference_iteration_instead_of_its_parent(converted, only):
     report = preflight(ref_load=converted(NAME) / "release")
     finding = only(report)
     assert finding.code == "CK712"
@@ -125,7 +117,7 @@ def test_a_reference_iteration_instead_of_its_parent(converted: PathOf, only: On
     ]
 
 
-def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: OnlyFinding) -> None:
+def test_a_reference_called_iteration_is_random_in_megatron(run_of, only):
     """slime hands a directory of this name to Megatron, which finds no tracker in it, prints a warning and goes on."""
     path = run_of / "iter_0000010"
     report = preflight(ref_load=path)
@@ -135,7 +127,7 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: 
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only: OnlyFinding) -> None:
+def test_an_empty_reference_stops_the_trainers(made, tmp_path, only):
     path = tmp_path / "save"
     if made:
         path.mkdir()
@@ -144,7 +136,7 @@ def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only:
     assert loads(report)[1] == text_with(f"reference cannot start --ref-load {path} tracker slime miles")
 
 
-def test_a_step_beside_a_release_in_load_is_a_warning(converted: PathOf, run_of: Path, only: OnlyFinding) -> None:
+def test_a_step_beside_a_release_in_load_is_a_warning(converted, run_of, only):
     """Source: Megatron-LM `get_checkpoint_name`, which looks at the number only where the tracker has one."""
     finding = only(preflight(load=converted(NAME), ckpt_step=10))
     assert (finding.code, finding.severity, finding.file) == ("CK713", "warning", str(converted(NAME) / TRACKER))
@@ -153,7 +145,7 @@ def test_a_step_beside_a_release_in_load_is_a_warning(converted: PathOf, run_of:
     assert preflight(ref_load=converted(NAME), ckpt_step=10).findings == []
 
 
-def test_what_does_not_apply_is_listed(releases: PathOf, converted: PathOf) -> None:
+def test_what_does_not_apply_is_listed(releases, converted):
     """A check that ran for one directory is not among them, though it does not apply to another."""
     report = preflight(hf_checkpoint=releases(NAME), ref_load=converted(NAME))
     lines = report.facts["not applicable"]
@@ -164,7 +156,7 @@ def test_what_does_not_apply_is_listed(releases: PathOf, converted: PathOf) -> N
     assert report.to_json()["facts"]["not applicable"] == lines
 
 
-def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+def test_a_wrong_path_is_one_finding(releases, converted, only):
     report = preflight(hf_checkpoint=releases("qwen3_moe"), load=converted(NAME))
     finding = only(report)
     assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
@@ -178,7 +170,7 @@ def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: 
     assert any(line.startswith("CK104: decoder.layers.{0..11}.self_attention.linear_qkv.bias: ") for line in folded)
 
 
-def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tmp_path: Path) -> None:
+def test_a_step_counts_for_the_reference_too(run_of, converted, tmp_path):
     other = shutil.copytree(run_of, tmp_path / "other")
     shutil.rmtree(other / "iter_0000010")
     report = preflight(load=run_of, ref_load=other, ckpt_step=10)
@@ -186,16 +178,14 @@ def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tm
     assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is missing"
 
 
-def test_a_directory_of_the_other_format(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+def test_a_directory_of_the_other_format(releases, converted, only):
     report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
     assert report.findings == []
     assert loads(report)[0] == text_with(f"{releases(NAME)} HF --load config.json")
     assert only(preflight(hf_checkpoint=converted(NAME))).code == "CK714"
 
 
-def test_broken_files_are_found_on_every_side(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, run_of: Path
-) -> None:
+def test_broken_files_are_found_on_every_side(releases, converted, copy_of, run_of):
     hf = copy_of(releases(NAME))
     shard, distcp = sorted(hf.glob("*.safetensors"))[3], run_of / "iter_0000020" / "__0_0.distcp"
     shard.unlink()
@@ -205,12 +195,12 @@ def test_broken_files_are_found_on_every_side(
     assert (report.status, found) == ("failed", {("CK102", str(shard)), ("CK112", str(distcp))})
 
 
-def written(folder: Path, *lines: str) -> Path:
+def written(folder, *lines):
     (folder / "run.sh").write_text("\n".join(lines) + "\n")
     return folder / "run.sh"
 
 
-def test_int4_training_of_another_group_size_names_file_and_line(releases: PathOf, tmp_path: Path) -> None:
+def test_int4_training_of_another_group_size_names_file_and_line(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
     flag, group = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
     command = f"python3 train.py --hf-checkpoint {tmp_path / 'int4'}"
@@ -248,21 +238,21 @@ IN_PYTHON = ['os.environ["HF_TOKEN"]', 'os.getenv("HF_TOKEN")', "os.environ[os.e
 
 
 @pytest.fixture
-def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def secrets(monkeypatch):
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "TOPSECRET")
     monkeypatch.setenv("SIGNED", "https://host/x?X-Amz-Signature=TOPSECRET")
     monkeypatch.setenv("N", "HF_TOKEN")
 
 
-def shown(script: Path, ending: str = ".json") -> str:
+def shown(script, ending=".json"):
     report = script.with_name(f"report{ending}")
     done = CliRunner().invoke(cli, ["preflight", str(script), "--report", str(report)])
     assert done.exit_code in (1, 2), done.output
     return done.output + str(done.exception) + (report.read_text() if report.exists() else "")
 
 
-def test_secrets_of_the_environment_are_not_shown(secrets: None, tmp_path: Path) -> None:
+def test_secrets_of_the_environment_are_not_shown(secrets, tmp_path):
     for text in HIDDEN_IN:
         assert "topsecret" not in shown(written(tmp_path, text)).lower(), text
     for value in IN_YAML:
@@ -273,7 +263,7 @@ def test_secrets_of_the_environment_are_not_shown(secrets: None, tmp_path: Path)
 
 
 @pytest.mark.parametrize("value", IN_PYTHON)
-def test_secrets_that_a_python_launcher_names_are_not_shown(secrets: None, value: str, tmp_path: Path) -> None:
+def test_secrets_that_a_python_launcher_names_are_not_shown(secrets, value, tmp_path):
     write_checkout(tmp_path)
     (tmp_path / "run.py").write_text(
         "import os\nimport miles.utils.external_utils.command_utils as U\n\n"
@@ -285,7 +275,7 @@ def test_secrets_that_a_python_launcher_names_are_not_shown(secrets: None, value
     assert "topsecret" not in output.lower()
 
 
-def test_variables_that_are_no_secrets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_no_secrets_are_read(tmp_path, monkeypatch):
     for name in ("GITHUB_WORKSPACE", "WANDB_DIR", "AWS_PROFILE", "N"):
         monkeypatch.setenv(name, "GITHUB_WORKSPACE" if name == "N" else f"/nowhere/{name}")
     for value in ("$GITHUB_WORKSPACE", "${!N}", "$(echo $WANDB_DIR)", "${AWS_PROFILE:-none}"):
@@ -295,9 +285,7 @@ def test_variables_that_are_no_secrets_are_read(tmp_path: Path, monkeypatch: pyt
     assert "/nowhere/GITHUB_WORKSPACE/model" in str(report.findings)
 
 
-def test_a_launch_that_uses_secrets_for_other_things_passes(
-    secrets: None, releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
+def test_a_launch_that_uses_secrets_for_other_things_passes(secrets, releases, converted, tmp_path):
     words = f"python3 train.py --hf-checkpoint {releases('qwen2-tied')} --ref-load {converted('qwen2-tied')}"
     plain = preflight(script=written(tmp_path, words))
     used = [
@@ -309,6 +297,6 @@ def test_a_launch_that_uses_secrets_for_other_things_passes(
     assert (report.status, report.reasons) == (plain.status, plain.reasons)
 
 
-def test_nothing_given_is_bad_usage() -> None:
+def test_nothing_given_is_bad_usage():
     with pytest.raises(CkptkitError, match="nothing"):
         preflight()

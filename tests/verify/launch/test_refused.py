@@ -1,13 +1,11 @@
 """CK746 and CK721: options of slime, miles and Megatron that do not go together or are misspelled."""
 
 import json
-from pathlib import Path
 
 import pytest
 from support.launch_scripts import write_config
 
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.job import Launch
@@ -20,7 +18,7 @@ TRAINER = "--rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 100 --
 MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8"
 
 
-def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
+def findings(words, code, program="train.py"):
     text = LaunchText(tuple(map(Word, ["--hf-checkpoint", "/models/hf", *words.split()])), program=program)
     job = read_job(Launch(text))
     subject = Subject(job.root, job=job, arguments=job.actor)
@@ -28,7 +26,7 @@ def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
     return run_checks(subject, checks).findings
 
 
-def refused(words: str, program: str = "train.py") -> list[Finding]:
+def refused(words, program="train.py"):
     return findings(words, "CK746", program)
 
 
@@ -44,7 +42,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("right", "more", "expected"), BROKEN)
-def test_batches_that_do_not_divide_are_found(right: str, more: str, expected: str) -> None:
+def test_batches_that_do_not_divide_are_found(right, more, expected):
     (found,) = [one for one in refused(f"{TRAINER} {right} {more}") if one.severity == "error"]
     assert expected in found.expected
     # The right twin of it.
@@ -59,7 +57,7 @@ def test_batches_that_do_not_divide_are_found(right: str, more: str, expected: s
         ("--lora-rank 0", ""),
     ],
 )
-def test_an_adapter_of_miles_is_in_what_would_be_loaded(words: str, adapter: str) -> None:
+def test_an_adapter_of_miles_is_in_what_would_be_loaded(words, adapter):
     text = LaunchText(tuple(map(Word, ["--hf-checkpoint", "/models/hf", *TRAINER.split(), *words.split()])))
     found = read_job(Launch(text)).adapter
     assert (found is None) == (not adapter)
@@ -67,14 +65,14 @@ def test_an_adapter_of_miles_is_in_what_would_be_loaded(words: str, adapter: str
 
 
 @pytest.mark.parametrize("engine", ["--sglang-enable-lora", "--sglang-lora-paths a=/adapter", "--vllm-enable-lora"])
-def test_an_adapter_in_the_engine_alone_is_found(engine: str) -> None:
+def test_an_adapter_in_the_engine_alone_is_found(engine):
     (found,) = refused(f"{TRAINER} --lora-rank 0 {engine}")
     assert (found.severity, f"--lora-rank with {engine.split()[0]}" in found.expected) == ("error", True)
     for twin in ("--lora-rank 8 --target-modules q_proj", "--lora-adapter-path /adapter", "--lora-rank $RANK"):
         assert refused(f"{TRAINER} {twin} {engine}") == []
 
 
-def test_what_slime_only_warns_of_is_a_warning() -> None:
+def test_what_slime_only_warns_of_is_a_warning():
     cases = {
         "--global-batch-size 96": "last 32 samples",
         "--num-epoch 2": "--num-epoch",
@@ -102,7 +100,7 @@ GOES_ON = [
 
 
 @pytest.mark.parametrize(("more", "warned"), GOES_ON)
-def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: bool, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more, warned, tmp_path):
     """From iteration 10, whose rollout was the eleventh. An iteration of --ref-load is no run that goes on."""
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
@@ -112,11 +110,11 @@ def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: b
     assert [one for one in refused(f"--ref-load {tmp_path} {words}") if "--load" in one.expected] == []
 
 
-def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path) -> None:
+def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path):
     """DeepSeek-V3.2 and GLM-5 have `index_topk`. miles, told by an option of its own, trains other models so too."""
     script, cut = tmp_path / "run.sh", "--context-parallel-size 2"
 
-    def asked(model: str, words: str, **config: int) -> list[str]:
+    def asked(model, words, **config):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [model], **config}))
         script.write_text(f"python3 train.py --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
         return [one.expected for one in preflight(script=script).findings if one.code == "CK746"]
@@ -139,9 +137,7 @@ def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path)
         ("", "qwen3_vl", "slime/train.py", []),
     ],
 )
-def test_mode_raw_of_miles_needs_a_converter(
-    words: str, model_type: str, program: str, found: list[str], tmp_path: Path
-) -> None:
+def test_mode_raw_of_miles_needs_a_converter(words, model_type, program, found, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     script = tmp_path / "run.sh"
     script.write_text(f"python3 /srv/{program} --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
@@ -149,7 +145,7 @@ def test_mode_raw_of_miles_needs_a_converter(
     assert [one.actual.partition(" (")[0] for one in issues] == found
 
 
-def test_values_that_are_not_known_break_no_rule(tmp_path: Path) -> None:
+def test_values_that_are_not_known_break_no_rule(tmp_path):
     script, hf = tmp_path / "run.sh", write_config(tmp_path / "hf", "qwen3")
     text = f"python3 train.py --hf-checkpoint {hf} --rollout-batch-size $N --num-rollout 9"
     text += " --global-batch-size 256 --use-kl-loss $MORE_ARGS\n"
@@ -172,7 +168,7 @@ def test_values_that_are_not_known_break_no_rule(tmp_path: Path) -> None:
         ("--router-polcy random", "--router-policy"),
     ],
 )
-def test_an_option_of_any_part_that_is_misspelt_is_named(words: str, meant: str) -> None:
+def test_an_option_of_any_part_that_is_misspelt_is_named(words, meant):
     (found,) = findings(words, "CK721")
     assert (found.severity, found.expected) == ("warning", meant)
     assert trainer_options()[meant] in found.hint

@@ -3,12 +3,10 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 from support.processes import python
 
 from ckptkit.app.api import model_arguments, quantize
@@ -31,7 +29,7 @@ VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.ya
 JOBS = Path(__file__).with_name("jobs")
 
 
-def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
+def bash(folder, hf, megatron, paths):
     """A script in the style of slime and miles, whose model arguments stand in an array."""
     model = "\n".join(f"  {line}" for line in launch_flags(model_arguments(hf)) if not line.startswith("#"))
     paths = paths.format(hf=shlex.quote(str(hf)), megatron=shlex.quote(str(megatron)))
@@ -42,26 +40,26 @@ def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
     return folder / "run.sh"
 
 
-def verl(folder: Path, hf: Path, megatron: Path) -> Path:
+def verl(folder, hf, megatron):
     roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
     (folder / "run.sh").write_text(VERL.format(hf=hf, megatron=megatron, **roles))
     return folder / "run.sh"
 
 
-def nemo_rl(folder: Path, hf: Path, megatron: Path) -> Path:
+def nemo_rl(folder, hf, megatron):
     text = (JOBS / "nemo_rl.yaml").read_text().replace("results/none", str(folder / "results"))
     text = text.replace("???", f"{hf}\n  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}")
     (folder / "job.yaml").write_text(text.replace("_model_parallel_size: 1", "_model_parallel_size: 2", 2))
     return folder / "job.yaml"
 
 
-def roll(folder: Path, hf: Path, megatron: Path) -> Path:
+def roll(folder, hf, megatron):
     text = (JOBS / "roll.yaml").read_text().replace("MODEL", str(hf)).replace("expert_model_parallel_size: 4, ", "")
     (folder / "job.yaml").write_text(text.replace("      expert_model_parallel_size: 2\n", ""))
     return folder / "job.yaml"
 
 
-STACKS: dict[str, Callable[[Path, Path, Path], Path]] = {
+STACKS = {
     "slime": lambda folder, hf, megatron: bash(folder, hf, megatron, "--ref-load {megatron}"),
     "miles": lambda folder, hf, megatron: bash(folder, hf, megatron, BRIDGE),
     "verl": verl,
@@ -72,9 +70,7 @@ STACKS: dict[str, Callable[[Path, Path, Path], Path]] = {
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_right_launch_passes_strictly(
-    name: str, stack: str, releases: PathOf, converted: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_launch_passes_strictly(name, stack, releases, converted, tmp_path, monkeypatch):
     """Megatron weights without a manifest, which were converted from the release: samples of them are compared."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
@@ -100,7 +96,7 @@ print(json.dumps(list(sys.modules)), file=sys.stderr)
 """
 
 
-def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_a_launch_of_no_stack_imports_torch(releases, converted, tmp_path):
     """Samples of Megatron weights without a manifest are read, too, and the list of an INT4 release is compared."""
     megatron = Path(shutil.copytree(converted("qwen3_moe"), tmp_path / "megatron"))
     (megatron / "ckptkit.json").unlink()

@@ -1,14 +1,11 @@
 """Files of settings of slime and miles, and what miles loads otherwise than slime."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
@@ -17,7 +14,7 @@ MODE = ["--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--megatron-to-
 
 
 @pytest.fixture
-def run(converted: PathOf, tmp_path: Path) -> Path:
+def run(converted, tmp_path):
     for step in (10, 20):
         shutil.copytree(converted(NAME) / "release", tmp_path / "run" / f"iter_{step:07d}")
     shutil.copytree(converted(NAME) / "hf", tmp_path / "run" / "hf")
@@ -25,12 +22,12 @@ def run(converted: PathOf, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def loads(report: Report) -> dict[str, str]:
+def loads(report):
     lines = (line for line in report.facts["what would be loaded"] if " loads " in line and "cannot start" not in line)
     return {line.partition(" loads ")[0]: line.partition(" loads ")[2].partition(" (")[0] for line in lines}
 
 
-def test_a_role_of_the_megatron_config_loads_its_own_path(run: Path, converted: PathOf, tmp_path: Path) -> None:
+def test_a_role_of_the_megatron_config_loads_its_own_path(run, converted, tmp_path):
     file = tmp_path / "roles.yaml"
     file.write_text(
         "megatron:\n  - {name: a, role: actor, overrides: {lr: 1e-6}}\n"
@@ -43,9 +40,7 @@ def test_a_role_of_the_megatron_config_loads_its_own_path(run: Path, converted: 
     assert report.facts["what would be loaded"][2].endswith(f"--ckpt-step 10 of --critic-load (load at {file}:6)")
 
 
-def test_a_custom_config_replaces_load_and_nothing_stands_in_for_it(
-    converted: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_custom_config_replaces_load_and_nothing_stands_in_for_it(converted, tmp_path, only):
     file = tmp_path / "custom.yaml"
     file.write_text(f"load: {tmp_path / 'nowhere'}\nglobal_batch_size: 8\n")
     report = preflight(ref_load=converted(NAME), arguments=["--custom-config-path", str(file)])
@@ -54,7 +49,7 @@ def test_a_custom_config_replaces_load_and_nothing_stands_in_for_it(
     assert "actor" not in loads(report)
 
 
-def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted: PathOf, tmp_path: Path) -> None:
+def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted, tmp_path):
     file, role = tmp_path / "custom.yaml", tmp_path / "megatron.yaml"
     file.write_text("expert_model_parallel_size: 4\nno_load_optim: true\n")
     given = ["--custom-config-path", str(file)]
@@ -77,16 +72,14 @@ def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted:
         ("megatron:\n  - {role: critic, overrides: {load: a, ckpt_step: soon}}\n", "ckpt_step"),
     ],
 )
-def test_a_megatron_config_that_slime_refuses_is_refused(
-    text: str, said: str, converted: PathOf, tmp_path: Path
-) -> None:
+def test_a_megatron_config_that_slime_refuses_is_refused(text, said, converted, tmp_path):
     file = tmp_path / "roles.yaml"
     file.write_text(text)
     with pytest.raises(CkptkitError, match=said):
         preflight(ref_load=converted(NAME), arguments=["--megatron-config-path", str(file)])
 
 
-def test_miles_passes_over_an_hf_directory_as_load(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+def test_miles_passes_over_an_hf_directory_as_load(releases, converted, only):
     """slime loads it; miles takes the reference whatever the mode is, and says nothing."""
     hf, reference = releases(NAME), converted(NAME)
     assert loads(preflight(load=hf, ref_load=reference))["actor"] == str(hf)
@@ -98,7 +91,7 @@ def test_miles_passes_over_an_hf_directory_as_load(releases: PathOf, converted: 
     assert loads(report)["actor"] == str(reference / "release")
 
 
-def test_mode_bridge_loads_an_hf_reference_and_mode_raw_does_not(releases: PathOf, only: OnlyFinding) -> None:
+def test_mode_bridge_loads_an_hf_reference_and_mode_raw_does_not(releases, only):
     hf = releases(NAME)
     report = preflight(hf_checkpoint=hf, ref_load=hf, arguments=[*MODE, "bridge"])
     assert (report.status, report.findings) == ("passed", [])
@@ -119,9 +112,7 @@ def test_mode_bridge_loads_an_hf_reference_and_mode_raw_does_not(releases: PathO
         (["--ref-ckpt-step", "10", "--opd-teacher-ckpt-step", "20"], "20", "10", "20"),  # it resumes
     ],
 )
-def test_who_falls_back_to_the_reference_takes_its_step(
-    words: list[str], actor: str, reference: str, teacher: str, run: Path
-) -> None:
+def test_who_falls_back_to_the_reference_takes_its_step(words, actor, reference, teacher, run):
     """And lends it to a teacher that has none of its own: slime keeps it in `args.ckpt_step`."""
     given = ["--ref-load", str(run), "--opd-teacher-load", str(run), *words]
     given += ["--load", str(run)] * (actor != reference)

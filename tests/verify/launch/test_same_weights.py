@@ -3,19 +3,16 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.core.report import CheckResult, Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
@@ -23,29 +20,29 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
-def hf(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hf(releases, tmp_path_factory):
     path = Path(shutil.copytree(releases(NAME), tmp_path_factory.mktemp("same") / "release"))
     make_manifest(path)
     return path
 
 
 @pytest.fixture
-def megatron(hf: Path, converted: PathOf, tmp_path: Path) -> Path:
+def megatron(hf, converted, tmp_path):
     return Path(shutil.copytree(converted(NAME), tmp_path / "megatron"))
 
 
-def of(report: Report) -> CheckResult:
+def of(report):
     return next(one for one in report.checks if one.code == "CK723")
 
 
-def change(root: Path, name: str) -> None:
+def change(root, name):
     manifest = json.loads((root / "ckptkit.json").read_text())
     dtype, shape, digest = manifest["tensors"][name]
     manifest["tensors"][name] = [dtype, shape, digest[::-1]]
     (root / "ckptkit.json").write_text(json.dumps(manifest))
 
 
-def verl(hf: Path, actor: Path, reference: Path) -> list[str]:
+def verl(hf, actor, reference):
     words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
     words += ["actor_rollout_ref.actor.use_kl_loss=true"]
     for role, root in (("actor", actor), ("ref", reference)):
@@ -54,7 +51,7 @@ def verl(hf: Path, actor: Path, reference: Path) -> list[str]:
     return words
 
 
-def test_megatron_weights_converted_from_the_engines_model_pass(hf: Path, megatron: Path) -> None:
+def test_megatron_weights_converted_from_the_engines_model_pass(hf, megatron):
     report = preflight(hf_checkpoint=hf, ref_load=megatron)
     assert report.status == "passed"
     # Norms, embeddings, routers and projections; not what Megatron fuses.
@@ -62,7 +59,7 @@ def test_megatron_weights_converted_from_the_engines_model_pass(hf: Path, megatr
     assert of(report).tensors_compared > 100
 
 
-def test_other_weights_than_the_engines_are_found(hf: Path, megatron: Path, only: OnlyFinding) -> None:
+def test_other_weights_than_the_engines_are_found(hf, megatron, only):
     change(megatron, "decoder.final_layernorm.weight")
     finding = only(preflight(hf_checkpoint=hf, ref_load=megatron))
     assert (finding.code, finding.severity, finding.file) == ("CK723", "warning", str(megatron / "release"))
@@ -71,7 +68,7 @@ def test_other_weights_than_the_engines_are_found(hf: Path, megatron: Path, only
     assert " 1 of the " in finding.actual
 
 
-def iteration(megatron: Path, root: Path, number: int = 20) -> Path:
+def iteration(megatron, root, number=20):
     shutil.copytree(megatron, root)
     weights = (root / "release").rename(root / f"iter_{number:07d}")
     common = torch.load(weights / "common.pt", weights_only=False)
@@ -80,7 +77,7 @@ def iteration(megatron: Path, root: Path, number: int = 20) -> Path:
     return root
 
 
-def test_a_run_that_resumes_has_weights_of_its_own(hf: Path, megatron: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_has_weights_of_its_own(hf, megatron, tmp_path):
     """Its reference has not: that is still the engine's model, or an iteration of another run."""
     run = iteration(megatron, tmp_path / "run")
     change(run, "decoder.final_layernorm.weight")
@@ -93,12 +90,12 @@ def test_a_run_that_resumes_has_weights_of_its_own(hf: Path, megatron: Path, tmp
 
 
 @pytest.fixture
-def bare(megatron: Path) -> Path:
+def bare(megatron):
     (megatron / "ckptkit.json").unlink()
     return megatron
 
 
-def test_without_digests_samples_are_compared(releases: PathOf, bare: Path) -> None:
+def test_without_digests_samples_are_compared(releases, bare):
     report = preflight(hf_checkpoint=releases(NAME), ref_load=bare)
     assert (report.status, report.findings, of(report).status) == ("passed", [], "passed")
     weights = sum(path.stat().st_size for path in releases(NAME).glob("*.safetensors"))
@@ -109,7 +106,7 @@ def test_without_digests_samples_are_compared(releases: PathOf, bare: Path) -> N
     assert re.fullmatch(rf"actor and rollout engine: samples of 64 tensors compared, \d\.\d MB of each; {how}", note)
 
 
-def trained(path: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+def trained(path, target, change):
     shutil.copytree(path, target)
     for file in target.glob("*.safetensors"):
         save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -117,9 +114,7 @@ def trained(path: Path, target: Path, change: Callable[[str, torch.Tensor], torc
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_instruct_model_beside_its_base_is_found(
-    dtype: str, releases: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_an_instruct_model_beside_its_base_is_found(dtype, releases, tmp_path, only):
     """Training leaves many norms as they are in bfloat16, and changes some elements of every matrix."""
     convert(releases(NAME), tmp_path / "base", dtype=dtype)
     (tmp_path / "base" / "ckptkit.json").unlink()
@@ -134,11 +129,11 @@ def test_an_instruct_model_beside_its_base_is_found(
 
 
 @pytest.fixture
-def wrong(releases: PathOf, tmp_path: Path) -> Path:
+def wrong(releases, tmp_path):
     """The Megatron weights of another model with the same config: no tensor of it has to do with the release's."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(_: str, one: torch.Tensor) -> torch.Tensor:
+    def drawn(_, one):
         noise = torch.randn(one.shape, generator=generator)
         return (noise * one.float().std() + one.float().mean() if one.numel() > 1 else one.float()).to(one.dtype)
 
@@ -146,9 +141,7 @@ def wrong(releases: PathOf, tmp_path: Path) -> Path:
     return tmp_path / "wrong"
 
 
-def test_weights_of_another_model_than_the_engines_are_an_error(
-    hf: Path, bare: Path, wrong: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_weights_of_another_model_than_the_engines_are_an_error(hf, bare, wrong, tmp_path, only):
     finding = only(preflight(hf_checkpoint=hf, load=wrong))
     assert (finding.code, finding.severity) == ("CK723", "error")
     (wrong / "ckptkit.json").unlink()
@@ -163,12 +156,10 @@ def test_weights_of_another_model_than_the_engines_are_an_error(
     assert (finding.code, finding.severity) == ("CK723", "warning")
 
 
-def test_layers_that_are_shifted_by_one_are_found(
-    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_layers_that_are_shifted_by_one_are_found(releases, bare, tmp_path, only):
     release = models.tensors(releases(NAME))
 
-    def before(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def before(name, tensor):
         match = re.match(r"model[.]layers[.](\d+)[.]", name)
         if match is None or int(match[1]) < 5:
             return tensor
@@ -178,9 +169,7 @@ def test_layers_that_are_shifted_by_one_are_found(
     assert (finding.code, finding.severity) == ("CK723", "error")
 
 
-def test_an_int4_engine_is_compared_by_what_is_not_packed(
-    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_an_int4_engine_is_compared_by_what_is_not_packed(releases, bare, tmp_path, only):
     ignore = tuple(f"re:.*{one}.*" for one in ("self_attn", r"mlp\.gate(\.|$)", "embed_tokens", "lm_head"))
     quantize(releases(NAME), tmp_path / "int4", QuantScheme(32, "qmax7", ignore))
     report = preflight(hf_checkpoint=tmp_path / "int4", ref_load=bare)
@@ -192,7 +181,7 @@ def test_an_int4_engine_is_compared_by_what_is_not_packed(
     assert (finding.code, "router" in str(finding.tensor)) == ("CK723", True)
 
 
-def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases: PathOf, bare: Path, only: OnlyFinding) -> None:
+def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases, bare, only):
     for file in (bare / "release").glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
     finding = only(preflight(hf_checkpoint=releases(NAME), ref_load=bare))
@@ -200,9 +189,7 @@ def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases: PathOf, b
     assert "File is not a zip file" in finding.actual
 
 
-def test_actor_and_reference_of_verl_with_other_weights_are_found(
-    hf: Path, megatron: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_actor_and_reference_of_verl_with_other_weights_are_found(hf, megatron, tmp_path, only):
     other = Path(shutil.copytree(megatron, tmp_path / "other"))
     change(other, "decoder.final_layernorm.weight")
     finding = only(preflight(arguments=verl(hf, megatron, other)))

@@ -1,7 +1,5 @@
 """What the reader of bash does not know, where words are written, and how a trainer is started."""
 
-from pathlib import Path
-
 import pytest
 from support.messages import text_with
 
@@ -22,7 +20,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("text", "word", "why"), UNKNOWN)
-def test_word_that_only_running_tells_is_unresolved(text: str, word: str, why: str) -> None:
+def test_word_that_only_running_tells_is_unresolved(text, word, why):
     read = read_script(None, text, environment={})
     (found,) = [one for one in read.words if isinstance(one, UnresolvedWord)]
     assert word in (found.text, found.text.replace("{", "").replace("}", ""))
@@ -31,13 +29,13 @@ def test_word_that_only_running_tells_is_unresolved(text: str, word: str, why: s
     assert why in read.unresolved[0]
 
 
-def test_option_that_no_check_reads_may_be_unknown() -> None:
+def test_option_that_no_check_reads_may_be_unknown():
     read = read_script(None, "python3 train.py --wandb-key ${KEY} --wandb-group $(date +%s) --lr 1", environment={})
     assert read.unresolved == ()
     assert [word.text for word in read.words if isinstance(word, UnresolvedWord)] == ["${KEY}", "$(date +%s)"]
 
 
-def test_places_are_where_the_words_are_written(tmp_path: Path) -> None:
+def test_places_are_where_the_words_are_written(tmp_path):
     (tmp_path / "model.sh").write_text("N=3\nM=(\n  --a 1\n  --b $N\n)\n")
     script = tmp_path / "run.sh"
     script.write_text(f"source {tmp_path}/model.sh\nX='--c 5'\npython3 train.py \\\n  ${{M[@]}} $X \\\n  --d 6\n")
@@ -47,7 +45,7 @@ def test_places_are_where_the_words_are_written(tmp_path: Path) -> None:
     assert places == of_model | {"--c": "run.sh:2", "5": "run.sh:2", "--d": "run.sh:5", "6": "run.sh:5"}
 
 
-def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray() -> None:
+def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray():
     text = """
     export A=1
     B=2
@@ -68,7 +66,7 @@ def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray() -> Non
         ("pkill -f train.py; echo python train.py; python train.py --lr 1", ["--lr", "1"]),
     ],
 )
-def test_trainers_are_known_however_they_are_started(text: str, words: list[str]) -> None:
+def test_trainers_are_known_however_they_are_started(text, words):
     assert [word.text for word in read_script(None, text, environment={}).words] == words
 
 
@@ -84,12 +82,12 @@ INT4 = "OPEN_TRAINING_INT4_GROUP_SIZE"
         ("ray job submit --runtime-env-json '{' -- python3 train.py --lr 1", "text JSON"),
     ],
 )
-def test_what_matters_and_is_not_known_is_never_passed_over(text: str, said: str) -> None:
+def test_what_matters_and_is_not_known_is_never_passed_over(text, said):
     (line,) = read_script(None, text, environment={}).unresolved
     assert line == text_with(said)
 
 
-def test_relative_paths_follow_the_scripts_directory(tmp_path: Path) -> None:
+def test_relative_paths_follow_the_scripts_directory(tmp_path):
     read = read_script(None, f"cd {tmp_path}\npython3 train.py --load run --ref-load=/a --lr x", environment={})
     assert [word.text for word in read.words] == ["--load", f"{tmp_path}/run", "--ref-load=/a", "--lr", "x"]
     read = read_script(None, "cd $NOWHERE\npython3 train.py --load run", environment={})

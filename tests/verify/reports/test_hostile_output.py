@@ -5,7 +5,6 @@ import re
 import unicodedata
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -38,7 +37,7 @@ HOSTILE = {
 }
 
 
-def report(raw: str) -> Report:
+def report(raw):
     """A report in which everything that files may say is `raw`: a tensor, a file, config values, a path."""
     return Report(
         "0.1.0",
@@ -57,7 +56,7 @@ def report(raw: str) -> Report:
     )
 
 
-def assert_harmless(text: str) -> None:
+def assert_harmless(text):
     assert not [one for one in text if one != "\n" and unicodedata.category(one) in {"Cc", "Cf", "Cs", "Zl", "Zp"}]
     text.encode()
     for line in text.split("\n"):
@@ -66,7 +65,7 @@ def assert_harmless(text: str) -> None:
         assert "##vso[" not in line
 
 
-def assert_text_is_escaped(raw: str, shown: str) -> None:
+def assert_text_is_escaped(raw, shown):
     assert printable(raw) == shown
     for width in (20, 80):
         lines = list(plain(report_lines(report(raw), width, every=True)))
@@ -81,7 +80,7 @@ def assert_text_is_escaped(raw: str, shown: str) -> None:
         assert_harmless(text)
 
 
-def assert_json_is_escaped(raw: str, shown: str) -> None:
+def assert_json_is_escaped(raw, shown):
     text = json_text(report(raw).to_json())
     assert_harmless(text)
     assert text.isascii()
@@ -90,7 +89,7 @@ def assert_json_is_escaped(raw: str, shown: str) -> None:
     assert report_text(report(raw), ".json") == text + "\n"
 
 
-def assert_junit_is_escaped(raw: str, shown: str) -> None:
+def assert_junit_is_escaped(raw, shown):
     text = report_text(report(raw), ".xml")
     assert_harmless(text)
     root = ElementTree.fromstring(text)  # noqa: S314 - our own text
@@ -102,7 +101,7 @@ def assert_junit_is_escaped(raw: str, shown: str) -> None:
     assert (failure.text or "").split("\n")[1] == f"  file: {shown}"
 
 
-def assert_sarif_is_escaped(raw: str, shown: str) -> None:
+def assert_sarif_is_escaped(raw, shown):
     text = report_text(report(raw), ".sarif")
     assert_harmless(text)
     result = json.loads(text)["runs"][0]["results"][0]
@@ -112,21 +111,21 @@ def assert_sarif_is_escaped(raw: str, shown: str) -> None:
 
 
 class Page(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tags: list[str] = []
         self.text: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         assert not [name for name, _ in attrs if name.startswith("on")]
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.tags[-1:] not in (["style"], ["script"]):
             self.text.append(data)
 
 
-def assert_html_is_escaped(raw: str, shown: str) -> None:
+def assert_html_is_escaped(raw, shown):
     text = report_text(report(raw), ".html")
     assert_harmless(text)
     page = Page()
@@ -135,7 +134,7 @@ def assert_html_is_escaped(raw: str, shown: str) -> None:
     assert page.text.count(shown) > 5
 
 
-def assert_markdown_is_escaped(raw: str, shown: str) -> None:
+def assert_markdown_is_escaped(raw, shown):
     text = report_text(report(raw), ".md")
     assert_harmless(text)
     assert sum(line.startswith("# ") for line in text.split("\n")) == 1
@@ -146,7 +145,7 @@ def assert_markdown_is_escaped(raw: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(("raw", "shown"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_text_is_escaped_in_every_format(raw: str, shown: str) -> None:
+def test_hostile_text_is_escaped_in_every_format(raw, shown):
     assert_text_is_escaped(raw, shown)
     assert_json_is_escaped(raw, shown)
     assert_junit_is_escaped(raw, shown)
@@ -155,12 +154,11 @@ def test_hostile_text_is_escaped_in_every_format(raw: str, shown: str) -> None:
     assert_markdown_is_escaped(raw, shown)
 
 
-def test_sarif_names_files_relative_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def location(path: str) -> dict[str, str]:
+def test_sarif_names_files_relative_to_the_repository(tmp_path, monkeypatch):
+    def location(path):
         content = json.loads(report_text(report(path), ".sarif"))
         (found,) = content["runs"][0]["results"][0]["locations"]
-        uri: dict[str, str] = found["physicalLocation"]["artifactLocation"]
-        return uri
+        return found["physicalLocation"]["artifactLocation"]
 
     inside = tmp_path / "repo" / "jobs"
     inside.mkdir(parents=True)

@@ -1,10 +1,8 @@
 """The map with layers across: what is drawn where, which experts are wrong, the strip, and a page that stays small."""
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptkit.core.specs import summarize
 from ckptkit.verify.core.report import CheckResult, Finding, Report
@@ -15,7 +13,7 @@ from ckptkit.verify.reports.html import layer_map, stages
 LAYERS, EXPERTS = 100, 200
 
 
-def names() -> list[str]:
+def names():
     plain = [
         f"model.layers.{layer}.{tail}.weight"
         for layer in range(LAYERS)
@@ -30,7 +28,7 @@ def names() -> list[str]:
     return [*plain, *experts, "model.embed_tokens.weight", "lm_head.weight"]
 
 
-def large() -> Report:
+def large():
     """A model in which layers 70 and 80 are exchanged, and a rank's experts of layer 42 are another's."""
     every = names()
     moved = frozenset(name for name in every if name.startswith(("model.layers.70.", "model.layers.80.")))
@@ -44,7 +42,7 @@ def large() -> Report:
     return Report("0", ("ckptkit",), "/a", "/b", checks, findings, {}, heat)
 
 
-def test_a_large_model_is_a_small_page_that_shows_where() -> None:
+def test_a_large_model_is_a_small_page_that_shows_where():
     page = report_text(large(), ".html")
     assert len(page) < 60_000
     assert len(re.findall(r"<[a-z]", page)) < 600
@@ -55,7 +53,7 @@ def test_a_large_model_is_a_small_page_that_shows_where() -> None:
     assert page.index('<ol class="stages"') < page.index("experts down") < page.index('<article class="finding')
 
 
-def test_the_map_has_what_the_report_says_of_each_layer() -> None:
+def test_the_map_has_what_the_report_says_of_each_layer():
     cell = {"tensors": 1, "max_error": 0.0, "max_steps": None, "failed": 0, "findings": []}
     wrong = cell | {"max_error": 0.5, "failed": 1, "findings": ["CK202-1"]}
     heat = {str(layer): {"q_proj": wrong if layer == 3 else cell, "norms": cell} for layer in range(5)}
@@ -76,7 +74,7 @@ def test_the_map_has_what_the_report_says_of_each_layer() -> None:
     assert [style for style, _ in found.legend] == ["failed", "equal", "empty"]
 
 
-def test_experts_around_a_wrong_one_are_called_equal_only_where_they_are() -> None:
+def test_experts_around_a_wrong_one_are_called_equal_only_where_they_are():
     rounded = {"tensors": 4, "max_error": None, "max_steps": 0.5, "failed": 0, "findings": [], "experts": 4}
     wrong = rounded | {"failed": 1, "failed_experts": "2"}
     found = layer_map({str(layer): {"experts.up_proj": wrong if layer == 1 else rounded} for layer in range(3)}, {})
@@ -88,7 +86,7 @@ def test_experts_around_a_wrong_one_are_called_equal_only_where_they_are() -> No
     assert [style for style, _ in found.legend] == ["failed", "near"]
 
 
-def test_the_strip_says_what_was_asked_and_what_was_not() -> None:
+def test_the_strip_says_what_was_asked_and_what_was_not():
     checks = (
         CheckResult("CK101", "config", "passed", None, 1),
         CheckResult("CK202", "values", "failed", None, 3, 8, 132.4),
@@ -124,7 +122,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "docs/examples"
 SOUND = {"tensors": 1, "max_error": None, "max_steps": None, "failed": 0, "findings": []}
 
 
-def shades(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[str]:
+def shades(folder, cells):
     """The classes of these cells, on a page with a kind of tensors for each."""
     heat = {"0": {f"k{number}": {**SOUND, **cell} for number, cell in enumerate(cells)}}
     write_report(Report("0", (), "a", "b", (), (), {}, heat), folder / "page.html")
@@ -132,7 +130,7 @@ def shades(folder: Path, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return [style for style, _ in sorted(found, key=lambda pair: int(pair[1]))]
 
 
-def test_each_shade_is_of_a_size_and_a_sound_page_is_calm(tmp_path: Path) -> None:
+def test_each_shade_is_of_a_size_and_a_sound_page_is_calm(tmp_path):
     """Rounding takes a weight half a step away, what is equal is not off at all, and other cells do not matter."""
     shade = ["heat-1", "heat-2", "heat-3", "heat-4"]
     cells = [{"max_steps": steps} for steps in (0.5, 0.6, 1.5, 3.0, 5.0)]

@@ -3,17 +3,15 @@
 import io
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.core.check import Check, Run, Tally
+from ckptkit.verify.core.check import Check
 from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -40,12 +38,12 @@ REPORT = Report(
 )
 
 
-def test_json_is_the_contract() -> None:
+def test_json_is_the_contract():
     assert REPORT.to_json() == json.loads(Path(__file__).with_name("contract.json").read_text())
 
 
-def check(*findings: Finding, error: Exception | None = None, nbytes: int = 1) -> Run:
-    def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
+def check(*findings, error=None, nbytes=1):
+    def run(subject, tally):
         if nbytes:
             tally.compared(nbytes=nbytes)
         yield from findings
@@ -59,7 +57,7 @@ WARNING = replace(FINDING, severity="warning")
 NO_GPU = CannotCheck("no GPU")
 
 
-def report_of(*runs: Run) -> Report:
+def report_of(*runs):
     checks = [Check(f"CK7{index:02}", "t", "r", "f", run, "configuration") for index, run in enumerate(runs)]
     outcome = run_checks(Subject(Path("x")), checks)
     return replace(
@@ -67,13 +65,13 @@ def report_of(*runs: Run) -> Report:
     )
 
 
-def test_a_check_that_compared_nothing_fails() -> None:
+def test_a_check_that_compared_nothing_fails():
     outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", check(nbytes=0), "headers")])
     assert [result.status for result in outcome.checks] == ["failed"]
     assert [finding.code for finding in outcome.findings] == ["CK999"]
 
 
-def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
+def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest():
     failing = check(Finding("CK102", "a", "b", "c"))
     checks = [
         Check("CK101", "t", "r", "f", check(error=CannotCheck("no index", "CK103"), nbytes=0), "headers", gate=True),
@@ -89,7 +87,7 @@ def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
     ]
 
 
-def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason() -> None:
+def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason():
     run = check(error=NotApplicable("no INT4 weights"), nbytes=0)
     checks = [Check(code, "t", "r", "f", run, "values") for code in ("CK201", "CK202")]
     outcome = run_checks(Subject(Path("x")), checks)
@@ -107,7 +105,7 @@ def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason()
         (KeyError("a name of ours"), "an error inside this check"),
     ],
 )
-def test_findings_before_an_exception_count_and_its_reason_is_kept(error: Exception, reason: str) -> None:
+def test_findings_before_an_exception_count_and_its_reason_is_kept(error, reason):
     report = report_of(check(FINDING, error=error))
     assert (report.status, report.findings) == ("failed", [FINDING])
     (result,) = report.checks
@@ -115,7 +113,7 @@ def test_findings_before_an_exception_count_and_its_reason_is_kept(error: Except
     assert str(result.reason).startswith(reason)
 
 
-def test_warnings_before_an_exception_and_an_error_of_our_own_leave_a_report_inconclusive() -> None:
+def test_warnings_before_an_exception_and_an_error_of_our_own_leave_a_report_inconclusive():
     report = report_of(check(WARNING, error=NO_GPU))
     assert (report.status, report.warnings, report.reasons) == ("inconclusive", 1, ["CK700: no GPU"])
     assert report.checks[0].status == "skipped"
@@ -125,12 +123,12 @@ def test_warnings_before_an_exception_and_an_error_of_our_own_leave_a_report_inc
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte")])
-def test_a_lack_of_memory_is_not_a_fault_of_a_check(error: Exception) -> None:
+def test_a_lack_of_memory_is_not_a_fault_of_a_check(error):
     with pytest.raises(type(error)):
         report_of(check(FINDING, error=error))
 
 
-def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at() -> None:
+def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at():
     report = replace(report_of(check(), check(error=NO_GPU)), asked=("files", "values", "SGLang"))
     assert report.verdict == "INCONCLUSIVE: files, values and SGLang passed; not looked at: CK701 (no GPU)"
     several = replace(report, reasons=("CK701, CK702, CK703, CK704: it is unknown; take another", "CK705: no GPU"))
@@ -139,7 +137,7 @@ def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at() -> N
     assert warned.verdict.startswith("INCONCLUSIVE with 1 warning: files and SGLang passed; ")
 
 
-def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason() -> None:
+def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason():
     run = check(error=CannotCheck("needs CUDA"), nbytes=0)
     checks = [Check(code, "t", "r", "f", run, "values") for code in ("CK505", "CK506")]
     outcome = run_checks(Subject(Path("x")), checks)
@@ -159,14 +157,14 @@ def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason() -> None:
         ("", "adapter", "target", "adapter; target not given"),
     ],
 )
-def test_verdict_claims_what_was_compared(facts: str, asked: str, not_asked: str, scope: str) -> None:
+def test_verdict_claims_what_was_compared(facts, asked, not_asked, scope):
     told = {"behaviour": [facts]} if facts else {}
     passed = replace(report_of(check()), facts=told, asked=asked.split(), not_asked=not_asked.split())
     assert passed.verdict == f"PASSED {scope}"
     assert passed.to_json()["asked"] == asked.split()
 
 
-def test_every_format_has_the_verdict_of_a_pass() -> None:
+def test_every_format_has_the_verdict_of_a_pass():
     report = replace(report_of(check()), asked=("files",), not_asked=("weights", "engine"))
     scope = "PASSED files; weights not compared; engine not asked"
     assert f"# ckptkit: {scope}\n" in text_in(report, ".md")
@@ -178,7 +176,7 @@ def test_every_format_has_the_verdict_of_a_pass() -> None:
     assert json.loads(text_in(report, ".sarif"))["runs"][0]["properties"] == {"verdict": scope}
 
 
-def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:
+def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif():
     report = report_of(check(), check(error=NO_GPU))
     suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
     assert (suite.get("tests"), suite.get("errors"), suite.get("failures")) == ("3", "1", "0")
@@ -192,17 +190,17 @@ def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sar
     }
 
 
-def text_of(report: Report, width: int | None = 80, *, every: bool = False) -> str:
+def text_of(report, width=80, *, every=False):
     stream = io.StringIO()
     render(report, Console(file=stream, width=width, highlight=False), every=every)
     return stream.getvalue()
 
 
-def test_text_says_findings_first_and_the_verdict_last() -> None:
+def test_text_says_findings_first_and_the_verdict_last():
     assert text_of(REPORT) == Path(__file__).with_name("report.txt").read_text()
 
 
-def test_text_fits_eighty_columns_and_loses_nothing(fresh: PathOf) -> None:
+def test_text_fits_eighty_columns_and_loses_nothing(fresh):
     path = fresh("glm4_moe")
     shard = sorted(path.glob("*.safetensors"))[4]
     os.truncate(shard, shard.stat().st_size - 1)
@@ -217,7 +215,7 @@ def test_text_fits_eighty_columns_and_loses_nothing(fresh: PathOf) -> None:
     assert "\x1b" not in text
 
 
-def test_a_finding_follows_its_cause_in_every_format() -> None:
+def test_a_finding_follows_its_cause_in_every_format():
     names = frozenset({"model.layers.1.mlp.gate.weight"})
     (name,) = names
     found = [
@@ -240,14 +238,14 @@ def test_a_finding_follows_its_cause_in_every_format() -> None:
     assert '"cause": "CK205-1"' in text_in(made, ".sarif")
 
 
-def test_a_cause_has_none_itself_and_two_that_explain_each_other_have_one() -> None:
+def test_a_cause_has_none_itself_and_two_that_explain_each_other_have_one():
     names = frozenset({"model.layers.1.mlp.gate.weight"})
     found = [Finding(f"CK{code}", "a", f"{code}", "c", *names, names=names) for code in (202, 205, 206, 505)]
     explained_by = {"CK202": ("CK205",), "CK205": ("CK202",), "CK206": ("CK202",), "CK505": ("CK206",)}
     assert [one.cause for one in with_causes(found, explained_by)] == ["CK205-1", None, "CK205-1", "CK205-1"]
 
 
-def test_parts_of_a_packed_weight_are_the_weight_and_a_move_is_known_by_its_words() -> None:
+def test_parts_of_a_packed_weight_are_the_weight_and_a_move_is_known_by_its_words():
     router, scale = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight_packed"
     found = [
         Finding("CK301", "plain", "packed", "c", scale, names=frozenset({scale})),
@@ -264,7 +262,7 @@ def test_parts_of_a_packed_weight_are_the_weight_and_a_move_is_known_by_its_word
     assert [one.cause for one in with_causes(found, {"CK402": ("CK202",)})] == [None, None]
 
 
-def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_asked() -> None:
+def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_asked():
     findings = [Finding(f"CK20{code}", "a", f"[/bold] b{number}", "c") for code in range(5) for number in range(7)]
     lines = text_of(replace(REPORT, findings=findings)).splitlines()
     first = [f"error  {one.code}  {one.actual}" for one in findings[:20]]
@@ -284,13 +282,13 @@ def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_as
 LAYERS = "model.layers.{70,80}.input_layernorm.weight, model.layers.{70,80}.mlp.gate.weight"
 
 
-def report(*findings: Finding, reasons: tuple[str, ...] = ()) -> Report:
+def report(*findings, reasons=()):
     status = "failed" if any(one.severity == "error" for one in findings) else "passed"
     checks = (CheckResult("CK202", "values", status, None, 3),)
     return Report("0", ("ckptkit",), "/ckpt", "/source", checks, findings, {}, reasons=reasons)
 
 
-def finding(tensor: str | None, actual: str, expected: str = "what should be", file: str | None = None) -> Finding:
+def finding(tensor, actual, expected="what should be", file=None):
     return Finding("CK202", expected, actual, "convert again", tensor, file=file)
 
 
@@ -319,11 +317,11 @@ Q = "model.layers.7.self_attn.q_proj.weight"
         (finding(None, "its name is another", "factors A and B"), "Factors A and B: its name is another."),
     ],
 )
-def test_the_sentence_names_the_cause_in_words(found: Finding, sentence: str) -> None:
+def test_the_sentence_names_the_cause_in_words(found, sentence):
     assert headline(report(found)) == sentence
 
 
-def test_other_errors_are_counted_and_what_follows_from_one_or_says_the_same_is_not() -> None:
+def test_other_errors_are_counted_and_what_follows_from_one_or_says_the_same_is_not():
     cause = finding(LAYERS, "layers {70,80} are exchanged")
     follows = Finding("CK305", "near", "far", "again", "a.b.weight", cause="CK202-1")
     others = [finding(f"model.layers.{layer}.mlp.gate.weight", f"{layer} differ") for layer in range(9)]
@@ -334,7 +332,7 @@ def test_other_errors_are_counted_and_what_follows_from_one_or_says_the_same_is_
     assert headline(report(*lost)) == "3 tensors of layer 12: missing."
 
 
-def test_without_an_error_the_sentence_says_what_is_known() -> None:
+def test_without_an_error_the_sentence_says_what_is_known():
     assert headline(report()) == "1 check passed."
     assert headline(report(WARNING)) == "1 check passed, with 1 warning to read."
     assert headline(report(reasons=("CK501, CK502: SGLang is not installed", "CK401: no torch"))) == (

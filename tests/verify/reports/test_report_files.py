@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
@@ -34,7 +33,7 @@ REPORT = Report(
 )
 
 
-def test_markdown() -> None:
+def test_markdown():
     lines = report_text(REPORT, ".md").splitlines()
     assert lines[:9] == [
         "# ckptkit: FAILED with 1 error and 1 warning",
@@ -63,7 +62,7 @@ def test_markdown() -> None:
     assert "  - expected: one \\\\x1b\\[31mdtype" in lines
 
 
-def test_junit() -> None:
+def test_junit():
     suite = ElementTree.fromstring(report_text(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
     assert suite is not None
     keys = ("tests", "failures", "errors", "skipped", "time")
@@ -93,7 +92,7 @@ def test_junit() -> None:
     assert reason.get("message") == "sglang is not installed"
 
 
-def test_sarif() -> None:
+def test_sarif():
     content = json.loads(report_text(REPORT, ".sarif"))
     assert (content["version"], len(content["runs"])) == ("2.1.0", 1)
     (run,) = content["runs"]
@@ -142,7 +141,7 @@ PRECIOUS = {
 }
 
 
-def test_html_needs_nothing_else_and_json_is_what_the_command_prints() -> None:
+def test_html_needs_nothing_else_and_json_is_what_the_command_prints():
     """test_report_page.py looks at the page in a browser."""
     page = report_text(REPORT, ".html")
     assert "default-src 'none'" in page
@@ -153,7 +152,7 @@ def test_html_needs_nothing_else_and_json_is_what_the_command_prints() -> None:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_report_over_a_report_or_nothing_is_written_whole(ending: str, tmp_path: Path) -> None:
+def test_report_over_a_report_or_nothing_is_written_whole(ending, tmp_path):
     path = tmp_path / f"report{ending}"
     (tmp_path / f"report{ending}.partial").write_text("precious")
     text = report_text(REPORT, ending)
@@ -173,7 +172,7 @@ def test_report_over_a_report_or_nothing_is_written_whole(ending: str, tmp_path:
 
 
 @pytest.mark.parametrize(("umask", "left"), [(0o077, 0o600), (0o022, 0o644)])
-def test_a_report_has_the_permissions_that_the_umask_leaves(umask: int, left: int, tmp_path: Path) -> None:
+def test_a_report_has_the_permissions_that_the_umask_leaves(umask, left, tmp_path):
     before = os.umask(umask)
     try:
         for ending in FORMATS:
@@ -184,7 +183,7 @@ def test_a_report_has_the_permissions_that_the_umask_leaves(umask: int, left: in
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_report_over_a_file_that_is_no_report_is_refused(ending: str, tmp_path: Path) -> None:
+def test_report_over_a_file_that_is_no_report_is_refused(ending, tmp_path):
     precious, path = tmp_path / "precious", tmp_path / f"report{ending}"
     precious.write_text(PRECIOUS[ending])
     for link in (Path.symlink_to, Path.hardlink_to):
@@ -196,9 +195,7 @@ def test_report_over_a_file_that_is_no_report_is_refused(ending: str, tmp_path: 
 
 
 @pytest.mark.parametrize("verb", [["verify"], ["preflight", "--hf-checkpoint"]])
-def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
-    verb: list[str], fresh: PathOf, tmp_path: Path
-) -> None:
+def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(verb, fresh, tmp_path):
     model = fresh("qwen2-tied")
     (model / "ckptkit.json").write_text('{"schema": "ckptkit-manifest/2"}')
     before = {file.name: file.read_bytes() for file in model.iterdir()}
@@ -212,7 +209,7 @@ def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(("name", "why"), [("report.txt", "must end in one of .json"), ("no/report.md", "directory")])
-def test_what_cannot_be_written_is_refused_before_the_work(name: str, why: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused_before_the_work(name, why, tmp_path):
     result = CliRunner().invoke(cli, ["verify", str(tmp_path / "nothing here"), "--report", str(tmp_path / name)])
     assert (result.exit_code, why in " ".join(result.output.replace("│", " ").split())) == (2, True)
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,5 @@
 """The HTML report in a real headless Chromium: without network, by link and keyboard, filtered, dark and light."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from support import browser
 
@@ -44,19 +41,19 @@ CONTRAST = """(element) => {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_report(REPORT, path)
     return path
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
+def tab(tmp_path_factory):
     with browser.page(tmp_path_factory.mktemp("profile")) as tab:
         yield tab
 
 
-def test_it_renders_without_a_network_and_runs_nothing_of_what_it_reports(tab: browser.Page, path: Path) -> None:
+def test_it_renders_without_a_network_and_runs_nothing_of_what_it_reports(tab, path):
     tab.open(path)
     assert tab.problems == []
     assert tab.run("document.querySelector('.verdict').textContent").startswith(
@@ -73,7 +70,7 @@ def test_it_renders_without_a_network_and_runs_nothing_of_what_it_reports(tab: b
     assert EVIL in tab.run("document.body.textContent")
 
 
-def test_a_link_opens_its_finding(tab: browser.Page, path: Path) -> None:
+def test_a_link_opens_its_finding(tab, path):
     tab.open(path, "#CK202-2")
     opened = "[...document.querySelectorAll('details[open] dl')].map((e) => e.id).join()"
     assert tab.run(opened) == "CK202-2"
@@ -85,7 +82,7 @@ def test_a_link_opens_its_finding(tab: browser.Page, path: Path) -> None:
     assert tab.run(opened) == "CK202-1"
 
 
-def test_the_keyboard_reaches_a_finding_and_opens_it(tab: browser.Page, path: Path) -> None:
+def test_the_keyboard_reaches_a_finding_and_opens_it(tab, path):
     tab.open(path)
     reached = []
     for _ in range(40):
@@ -99,13 +96,13 @@ def test_the_keyboard_reaches_a_finding_and_opens_it(tab: browser.Page, path: Pa
     assert tab.run("document.activeElement.parentElement.open")
 
 
-def test_the_filter_filters_and_a_link_to_what_it_hides_takes_it_away(tab: browser.Page, path: Path) -> None:
+def test_the_filter_filters_and_a_link_to_what_it_hides_takes_it_away(tab, path):
     tab.open(path)
     rows = "[...document.querySelectorAll('article.finding')].filter((e) => e.offsetHeight)"
     visible = f"{rows}.map((e) => e.dataset.code + e.dataset.severity).join()"
     assert tab.run(visible) == "CK202error,CK202error,CK107warning"
 
-    def choose(name: str, value: str) -> None:
+    def choose(name, value):
         tab.run(
             f"(() => {{ const f = document.forms.filter; f['{name}'].value = '{value}'; "
             "f.dispatchEvent(new Event('input', {bubbles: true})); })()"
@@ -123,7 +120,7 @@ def test_the_filter_filters_and_a_link_to_what_it_hides_takes_it_away(tab: brows
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read(tab: browser.Page, path: Path, scheme: str) -> None:
+def test_text_can_be_read(tab, path, scheme):
     tab.scheme(scheme)
     tab.open(path, "#CK202-1")
     background = tab.run(
@@ -138,7 +135,7 @@ def test_text_can_be_read(tab: browser.Page, path: Path, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_screen(tab: browser.Page, path: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(tab, path, width):
     tab.width(width)
     tab.open(path, "#CK202-1")
     assert tab.run("document.documentElement.scrollWidth") <= width

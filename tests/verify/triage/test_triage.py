@@ -19,7 +19,7 @@ from ckptkit.app.cli.verb import VERBS
 from ckptkit.verify.core.check import all_checks
 from ckptkit.verify.triage.scan import Found
 from ckptkit.verify.triage.symptom import PHASES, TABLE
-from ckptkit.verify.triage.triage import Triage, triage
+from ckptkit.verify.triage.triage import triage
 
 # Lines of logs in the form in which the programs print them; paths, names and numbers are ours. Source: the messages of
 # Megatron-LM `training/checkpointing.py` and `core/dist_checkpointing`, slime and miles `backends/megatron_utils`,
@@ -27,7 +27,7 @@ from ckptkit.verify.triage.triage import Triage, triage
 LOGS = Path(__file__).parent / "logs"
 
 
-def parts(file: str) -> list[tuple[str, str]]:
+def parts(file):
     return [(one.partition("\n")[0], one.partition("\n")[2]) for one in (LOGS / file).read_text().split("## ")[1:]]
 
 
@@ -37,17 +37,17 @@ CLEAN = {path.stem.removeprefix("sound-"): path.read_text() for path in sorted(L
 PREFIX = "\x1b[36m(MegatronTrainRayActor pid=4711, ip=10.0.0.7)\x1b[0m "
 
 
-def of(tmp_path: Path, text: str) -> Triage:
+def of(tmp_path, text):
     log = tmp_path / "train.log"
     log.write_text(text)
     return triage([log])
 
 
-def keys(found: Triage) -> list[str]:
+def keys(found):
     return [sign.symptom.key for sign in (*found.causes, *found.effects)]
 
 
-def test_snippet_shows_its_symptom_and_no_other(tmp_path: Path) -> None:
+def test_snippet_shows_its_symptom_and_no_other(tmp_path):
     for key, lines in SNIPPETS.items():
         snippet = "\n".join(PREFIX + line for line in lines.split("\n"))
         found = of(tmp_path, f"{CLEAN['slime']}{snippet}\n")
@@ -57,13 +57,13 @@ def test_snippet_shows_its_symptom_and_no_other(tmp_path: Path) -> None:
         assert "\x1b" not in sign.places[0].text
 
 
-def test_other_forms_of_a_message_are_known_too(tmp_path: Path) -> None:
+def test_other_forms_of_a_message_are_known_too(tmp_path):
     found = [(key, line, keys(of(tmp_path, line.rstrip("\n")))) for key, line in parts("other-forms.txt")]
     assert len(found) > 25
     assert [one for one in found if one[2] != [one[0]]] == []
 
 
-def test_log_and_lines_of_a_sound_run_show_nothing(tmp_path: Path) -> None:
+def test_log_and_lines_of_a_sound_run_show_nothing(tmp_path):
     for text in (*CLEAN.values(), *(LOGS / "no-symptom.txt").read_text().splitlines()):
         assert keys(of(tmp_path, text)) == [], text
     assert [place.text for place in of(tmp_path, CLEAN["slime"]).loaded] == [
@@ -71,7 +71,7 @@ def test_log_and_lines_of_a_sound_run_show_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_every_symptom_has_a_snippet_and_a_key_of_its_own() -> None:
+def test_every_symptom_has_a_snippet_and_a_key_of_its_own():
     assert sorted(symptom.key for symptom in TABLE) == sorted(SNIPPETS)
 
 
@@ -84,19 +84,19 @@ def test_every_symptom_has_a_snippet_and_a_key_of_its_own() -> None:
         ("[2026-09-01 10:00:00 TP3] Parameter a.weight not found in params_dict, skip loading", "SGLang"),
     ],
 )
-def test_line_is_of_the_engine_that_printed_it(line: str, engine: str, tmp_path: Path) -> None:
+def test_line_is_of_the_engine_that_printed_it(line, engine, tmp_path):
     (sign,) = of(tmp_path, line).causes
     assert sign.symptom.title.startswith(engine)
     assert ("--against-sglang" in sign.symptom.command) <= (engine == "SGLang")
 
 
-def test_memory_that_ran_out_long_after_loading_is_not_about_loading(tmp_path: Path) -> None:
+def test_memory_that_ran_out_long_after_loading_is_not_about_loading(tmp_path):
     loading, memory = SNIPPETS["cuda-oom-loading"].rsplit("\n", 1)
     assert keys(of(tmp_path, f"{loading}\n{'another line' + chr(10)}{memory}")) == ["cuda-oom-loading"]
     assert keys(of(tmp_path, loading + "\nanother line" * 100 + "\n" + memory)) == ["cuda-oom"]
 
 
-def test_effects_come_after_causes_and_lines_are_counted(tmp_path: Path) -> None:
+def test_effects_come_after_causes_and_lines_are_counted(tmp_path):
     log = "\n".join([SNIPPETS["ray-actor-died"], *[SNIPPETS["name-dropped"]] * 5])
     found = of(tmp_path, log)
     assert ([sign.symptom.key for sign in found.causes], [sign.symptom.key for sign in found.effects]) == (
@@ -106,7 +106,7 @@ def test_effects_come_after_causes_and_lines_are_counted(tmp_path: Path) -> None
     assert (found.causes[0].count, [place.line for place in found.causes[0].places]) == (5, [2, 3, 4])
 
 
-def test_message_anywhere_in_a_line_of_any_length_is_found_once() -> None:
+def test_message_anywhere_in_a_line_of_any_length_is_found_once():
     message = SNIPPETS["name-dropped"].encode()
     for before in (0, 65_000, 65_500, 65_536, 131_000, 400_000):
         found = Found()
@@ -115,7 +115,7 @@ def test_message_anywhere_in_a_line_of_any_length_is_found_once() -> None:
         assert found.lines == 2
 
 
-def test_number_at_the_end_of_a_piece_is_not_read_before_it_is_whole() -> None:
+def test_number_at_the_end_of_a_piece_is_not_read_before_it_is_whole():
     head = b"step 0: {'train/ppo_kl': "
     found = Found()
     found.scan(BytesIO(b"x" * (65_536 - len(head) - 2) + b" " + head + b"1.9e-07, 'train/grad_norm': 0.1}"), "log")
@@ -123,11 +123,11 @@ def test_number_at_the_end_of_a_piece_is_not_read_before_it_is_whole() -> None:
 
 
 @pytest.mark.nightly
-def test_memory_does_not_grow_with_the_log() -> None:
+def test_memory_does_not_grow_with_the_log():
     class Endless(BytesIO):
         left = 40_000
 
-        def readline(self, size: int | None = -1, /) -> bytes:
+        def readline(self, size=-1, /):
             self.left -= 1
             return SNIPPETS["name-dropped"].encode() + b" " * 900 + b"\n" if self.left > 0 else b""
 
@@ -145,21 +145,21 @@ HOSTILE = ["a" * 60_000, "/" * 60_000, "1" * 60_000, "Some weights of " * 4_000,
 HOSTILE += ["step 0: {" + "a/" * 30_000, "value from checkpoint (" * 2_500, "size mismatch for " * 3_000]
 
 
-def test_hostile_line_takes_no_longer_than_it_is_long() -> None:
+def test_hostile_line_takes_no_longer_than_it_is_long():
     for text in HOSTILE:
         began = time.process_time()
         Found().scan(BytesIO(text.encode() + b" is not equal newly initialized is not divisible by\n"), "log")
         assert time.process_time() - began < 2, text[:20]
 
 
-def test_no_pattern_repeats_without_bound() -> None:
+def test_no_pattern_repeats_without_bound():
     for symptom in TABLE:
         plain = re.sub(r"\\.|\[[^\]]*\]", "", symptom.pattern or "")
         assert not set("*+") & set(plain), symptom.key
         assert all(int(most) <= 1200 for most in re.findall(r"\{\d+,(\d+)\}", plain)), symptom.key
 
 
-def test_commands_and_codes_exist() -> None:
+def test_commands_and_codes_exist():
     codes = {check.code for check in all_checks()}
     for symptom in TABLE:
         assert set(symptom.codes) <= codes, symptom.key
@@ -169,7 +169,7 @@ def test_commands_and_codes_exist() -> None:
 
 
 @pytest.mark.parametrize("content", ["absent", "directory", "empty", "gzip", "binary"])
-def test_log_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> None:
+def test_log_that_cannot_be_read_is_an_error(content, tmp_path):
     log = tmp_path / "train.log"
     if content == "directory":
         log.mkdir()
@@ -181,7 +181,7 @@ def test_log_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> No
     assert raised.value.hint
 
 
-def test_log_may_be_a_pipe_that_the_shell_opened() -> None:
+def test_log_may_be_a_pipe_that_the_shell_opened():
     """As `<(kubectl logs ...)` is one. A named pipe, for which nobody may ever write, is refused."""
     reader, writer = os.pipe()
     os.write(writer, f"first line\n{SNIPPETS['name-dropped']}\n".encode())
@@ -193,7 +193,7 @@ def test_log_may_be_a_pipe_that_the_shell_opened() -> None:
     assert (keys(found), found.lines) == (["name-dropped"], 2)
 
 
-def test_command_reads_standard_input_escapes_and_exits_by_what_it_finds(tmp_path: Path) -> None:
+def test_command_reads_standard_input_escapes_and_exits_by_what_it_finds(tmp_path):
     clean = tmp_path / "clean.log"
     clean.write_text(CLEAN["slime"])
     done = ckptkit_command("triage", clean)
@@ -212,7 +212,7 @@ def test_command_reads_standard_input_escapes_and_exits_by_what_it_finds(tmp_pat
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_triage_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_triage_imports_nothing_heavy(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("text\n")
     code = "import sys, ckptkit; ckptkit.triage(sys.argv[1:]); print(sorted(sys.modules))"
@@ -238,7 +238,7 @@ UPDATES = [
 ]
 
 
-def traceback(engine: str, function: str, message: str) -> str:
+def traceback(engine, function, message):
     return (
         f'  File "trainer/rollout.py", line 256, in {function}\n'
         f'  File "/site/{FRAMES[engine]}", line 771, in load_weights\n{message}\n'
@@ -246,9 +246,7 @@ def traceback(engine: str, function: str, message: str) -> str:
 
 
 @pytest.mark.parametrize("engine", FRAMES)
-def test_a_tensor_of_an_update_is_no_fault_of_the_checkpoint_and_one_of_the_start_is(
-    engine: str, tmp_path: Path
-) -> None:
+def test_a_tensor_of_an_update_is_no_fault_of_the_checkpoint_and_one_of_the_start_is(engine, tmp_path):
     for number, function in enumerate(UPDATES):
         (sign,) = of(tmp_path, traceback(engine, function, MESSAGES[number % 3])).causes
         assert sign.symptom.title.endswith("in a weight update")
@@ -261,7 +259,7 @@ def test_a_tensor_of_an_update_is_no_fault_of_the_checkpoint_and_one_of_the_star
         assert sign.symptom.command == f"ckptkit verify HF --against-{engine.lower()} --tp N"
 
 
-def test_an_update_long_ago_or_before_a_new_start_is_another_matter(tmp_path: Path) -> None:
+def test_an_update_long_ago_or_before_a_new_start_is_another_matter(tmp_path):
     update, start = (traceback("SGLang", name, "") for name in ("update_weights_from_disk", "load_model"))
     for between in ("another line\n" * 150, start):
         (sign,) = of(tmp_path, f"{update}{between}{MESSAGES[0]}\n").causes
@@ -280,7 +278,7 @@ def test_an_update_long_ago_or_before_a_new_start_is_another_matter(tmp_path: Pa
         (["model_path='/a'", "model_path='/b'"], "ckptkit verify HF --against-sglang --tp N"),
     ],
 )
-def test_the_command_names_what_the_log_says_is_served(lines_of_start: list[str], command: str, tmp_path: Path) -> None:
+def test_the_command_names_what_the_log_says_is_served(lines_of_start, command, tmp_path):
     engine = "vLLM" if "vllm" in command else "SGLang"
     log = "\n".join([*lines_of_start, traceback(engine, "load_model", MESSAGES[0])])
     (sign,) = of(tmp_path, log).causes
@@ -302,7 +300,7 @@ def test_the_command_names_what_the_log_says_is_served(lines_of_start: list[str]
         "/s/megatron/core/dist_checkpointing/x.py:9: UserWarning: slow\nValueError: no answer\n",
     ],
 )
-def test_an_error_outside_the_phases_is_none(text: str, tmp_path: Path) -> None:
+def test_an_error_outside_the_phases_is_none(text, tmp_path):
     assert keys(of(tmp_path, text)) == []
 
 
@@ -310,7 +308,7 @@ def test_an_error_outside_the_phases_is_none(text: str, tmp_path: Path) -> None:
 PHASE_LOGS = parts("phases.txt")
 
 
-def test_an_error_that_is_not_known_is_named_by_the_phase_of_its_frames(tmp_path: Path) -> None:
+def test_an_error_that_is_not_known_is_named_by_the_phase_of_its_frames(tmp_path):
     assert {heading.partition(": ")[0] for heading, _ in PHASE_LOGS} == {one.key for one in PHASES}
     for heading, text in PHASE_LOGS:
         found = of(tmp_path, f"{CLEAN['slime']}{text}")
@@ -319,13 +317,13 @@ def test_an_error_that_is_not_known_is_named_by_the_phase_of_its_frames(tmp_path
         assert ("vllm" in text) <= ("CK50" not in " ".join(found.causes[0].symptom.codes))
 
 
-def test_an_error_after_a_known_cause_is_its_effect(tmp_path: Path) -> None:
+def test_an_error_after_a_known_cause_is_its_effect(tmp_path):
     again = "\nDuring handling of the above exception, another exception occurred:\n\n"
     (sign,) = of(tmp_path, traceback("SGLang", "load_model", MESSAGES[0]) + again + PHASE_LOGS[0][1]).causes
     assert sign.symptom.key == "weight-key"
 
 
-def test_users_of_vllm_are_not_sent_to_sglang(tmp_path: Path) -> None:
+def test_users_of_vllm_are_not_sent_to_sglang(tmp_path):
     """Neither by what a trainer prints, which names no engine in its line."""
     start = "INFO 09-01 10:00:00 [llm.py:9] Initializing a V1 LLM engine (v0.26) for vLLM\n"
     metrics = "step 2: {'train/train_rollout_logprob_abs_diff': 0.4}\n"
@@ -340,7 +338,7 @@ def test_users_of_vllm_are_not_sent_to_sglang(tmp_path: Path) -> None:
         assert "sglang" not in symptom.for_vllm().command, symptom.key
 
 
-def test_phases_name_commands_and_checks_that_exist() -> None:
+def test_phases_name_commands_and_checks_that_exist():
     codes = {check.code for check in all_checks()}
     for phase in PHASES:
         for error in (phase.error("f"), phase.error("f").for_vllm()):

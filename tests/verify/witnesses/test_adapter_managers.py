@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from ckptkit.verify.evidence.plain import plain
 
 pytestmark = pytest.mark.timeout(900)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MADE: Mapping[str, dict[str, Any]] = {
+MADE = {
     "dense": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
     "rslora": {"target_modules": ATTENTION, "use_rslora": True},
     "q and v": {"target_modules": ["q_proj", "v_proj"]},
@@ -55,7 +53,7 @@ Loads = Mapping[str, Mapping[str, Tensor] | str]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("adapters")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "KINDS", {name: ("qwen3-untied", options) for name, options in MADE.items()})
@@ -65,12 +63,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
+def engine(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def loads(engine: str, root: Path) -> Loads:
+def loads(engine, root):
     """By adapter what is added to each weight by its HF name, or the manager's refusal."""
     jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
     file, log = root / f"{engine}.json", root / f"{engine}.log"
@@ -79,7 +77,7 @@ def loads(engine: str, root: Path) -> Loads:
     return {name: held(root / name / f"held.{engine}") for name in MADE}
 
 
-def held(path: Path) -> Mapping[str, Tensor] | str:
+def held(path):
     if (refused := path.with_name(f"{path.name}.refused")).exists():
         return refused.read_text()
     found = {}
@@ -92,7 +90,7 @@ def held(path: Path) -> Mapping[str, Tensor] | str:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_managers_hold_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
+def test_managers_hold_what_is_read(name, root, loads, engine):
     """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of.
 
     A whole tensor (`modules_to_save`) is in none of SGLang's buffers, and nothing says so.
@@ -115,7 +113,7 @@ def test_managers_hold_what_is_read(name: str, root: Path, loads: Loads, engine:
 
 
 @pytest.mark.vllm
-def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path: Path) -> None:
+def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path):
     """CK137 goes by `adapters_of_text`: a layer that is not below `language_model.` is in no such class."""
     finds_text = {
         family.architectures[0]: engine_class("vllm", {"model_type": family.model_types[0]}).adapters_of_text

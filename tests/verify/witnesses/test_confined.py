@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,54 +24,54 @@ WITNESS = "support.confined_witness"
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch: pytest.MonkeyPatch) -> None:
+def found(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", of_tests()["PYTHONPATH"])
 
 
-def run(folder: Path, do: str, limit_s: float = 100, count: int = 1) -> dict[int, str]:
+def run(folder, do, limit_s=100, count=1):
     for rank in range(count):
         (folder / f"job-{rank}.json").write_text(json.dumps({"do": do, "rank": rank}))
     return run_ranks(folder, range(count), WITNESS, limit_s)
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true):
     end = time.monotonic() + 100
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-def assert_inconclusive(failed: dict[int, str], folder: Path, *words: str) -> None:
+def assert_inconclusive(failed, folder, *words):
     answer = outcome(read_answer(LoadReport, {0: folder / "report-0.json"}, {0: folder / "log-0"}, failed), 1)
     assert (answer.report, refusal(answer)) == (None, "")
     assert all(word in str(answer.failure) for word in words), answer.failure
 
 
-def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) -> None:
+def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path):
     failed = run(tmp_path, "hang", limit_s=3)
     assert (tmp_path / "began").exists()
     assert_inconclusive(failed, tmp_path, "3 s", "confined_witness.py", "in hang")
 
 
-def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "free_memory", lambda: 200 << 20)
     assert_inconclusive(run(tmp_path, "eat"), tmp_path, "memory")
 
 
-def test_what_a_witness_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_witness_started_ends_with_it(tmp_path):
     run(tmp_path, "spawn", limit_s=8)
     child = int((tmp_path / "child").read_text())
     until(lambda: not is_alive(child))
 
 
-def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_a_witness_ends_when_its_parent_is_killed(tmp_path):
     (tmp_path / "job-0.json").write_text(json.dumps({"do": "hang"}))
     code = (
         "import sys; from pathlib import Path\n"
@@ -93,9 +92,7 @@ def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     until(lambda: not is_alive(witness))
 
 
-def test_a_witness_and_what_it_starts_import_nothing_from_where_the_user_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_witness_and_what_it_starts_import_nothing_from_where_the_user_is(tmp_path, monkeypatch):
     here, other, scratch = (tmp_path / name for name in ("here", "other", "scratch"))
     for folder in (here, other, scratch):
         folder.mkdir()
@@ -112,9 +109,7 @@ def test_a_witness_and_what_it_starts_import_nothing_from_where_the_user_is(
 
 
 @pytest.mark.parametrize("path", ["", ":", "{here}/.", "./../here", "{here}:.:{here}"])
-def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user_is(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user_is(path, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     plant(here, tmp_path / "marks")
@@ -128,7 +123,7 @@ def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user
     assert ran(tmp_path / "marks") == []
 
 
-def test_a_python_is_named_by_a_path_from_here_or_by_a_name_alone() -> None:
+def test_a_python_is_named_by_a_path_from_here_or_by_a_name_alone():
     assert python_of("vllm", {"vllm": "env/bin/python"}) == os.path.abspath("env/bin/python")
     assert python_of("vllm", {"vllm": "/env/bin/python"}) == "/env/bin/python"
     assert python_of("vllm", {"vllm": "python3.12"}) == "python3.12"
@@ -139,7 +134,7 @@ SECRETS = (*SECRETS, "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "DATABAS
 NEEDED = ("LD_LIBRARY_PATH", "CUDA_HOME", "SGLANG_USE_AITER", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HOME")
 
 
-def test_a_witness_sees_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_witness_sees_no_secrets(tmp_path, monkeypatch):
     for name in (*SECRETS, *NEEDED):
         monkeypatch.setenv(name, "0")
     assert run(tmp_path, "tell") == {}
@@ -150,7 +145,7 @@ def test_a_witness_sees_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert environment(CUDA_VISIBLE_DEVICES="")["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_ranks_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+def test_ranks_listen_on_the_loopback_interface_alone(tmp_path):
     assert run(tmp_path, "meet", count=2) == {}
     for rank in range(2):
         addresses = json.loads((tmp_path / f"listening-{rank}").read_text())

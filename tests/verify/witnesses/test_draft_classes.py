@@ -38,7 +38,7 @@ Loads = Mapping[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("drafts")
     case.save("qwen3-untied", HF_CASES["qwen3-untied"], path / "target", torch.bfloat16)
     for kind in KINDS:
@@ -51,12 +51,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
+def engine(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def loads(engine: str, root: Path) -> Loads:
+def loads(engine, root):
     output, log = root / f"{engine}.json", root / f"{engine}.log"
     drafts = [root / name for name in (*KINDS, *ODD)]
     assert run_in_engine(engine, log, "support.draft_classes", engine, root / "target", output, *drafts), (
@@ -66,7 +66,7 @@ def loads(engine: str, root: Path) -> Loads:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_classes_hold_what_is_called_sound(name: str, engine: str, loads: Loads) -> None:
+def test_classes_hold_what_is_called_sound(name, engine, loads):
     tensors, seen = tensors_of(name), loads[name]
     if not has_class(engine, draft_of(KINDS[name][0])):
         assert any(words in seen["refused"] for words in REFUSED[engine])
@@ -86,7 +86,7 @@ def test_classes_hold_what_is_called_sound(name: str, engine: str, loads: Loads)
     [pytest.param(one, name, marks=getattr(pytest.mark, one)) for one in UNWRITTEN for name in UNWRITTEN[one]],
     indirect=["engine"],
 )
-def test_what_warnings_say_is_left_unwritten(name: str, engine: str, loads: Loads) -> None:
+def test_what_warnings_say_is_left_unwritten(name, engine, loads):
     """Of the biases that SGLang drops, vLLM reads all."""
     shared = {EMBEDDING, "lm_head.weight"} if engine == "sglang" else {EMBEDDING}
     assert set(loads[name]["unwritten"]) - shared == UNWRITTEN[engine][name]

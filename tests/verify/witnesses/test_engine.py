@@ -2,15 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 from support.messages import text_with
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -44,11 +42,11 @@ CODES = ("CK511", "CK512", "CK513", "CK601")
 HALF = math.log(0.5)
 
 
-def judged(*tokens: float, best: int = 7, top: float = HALF) -> Judged:
+def judged(*tokens, best=7, top=HALF):
     return Judged(tokens, [[best, 1]] * len(tokens), [[top, math.log(0.25)]] * len(tokens))
 
 
-def test_distance_of_answers_is_as_worked_out_by_hand() -> None:
+def test_distance_of_answers_is_as_worked_out_by_hand():
     found = distance([judged(-1.0, -2.0), judged(-3.0)], [judged(-1.5, -2.0), judged(-2.0, best=8, top=math.log(0.25))])
     assert (found.mean, found.largest) == (0.5, 1.0)
     # Of three positions one differs: 0.5 ln 2 + 0.25 ln (0.25 / 0.5).
@@ -61,7 +59,7 @@ def test_distance_of_answers_is_as_worked_out_by_hand() -> None:
     assert best_tokens([judged(-1.0), judged(-1.0, best=3)]) == 2
 
 
-def test_prompts_are_fixed_and_leave_special_tokens_out() -> None:
+def test_prompts_are_fixed_and_leave_special_tokens_out():
     config = {"text_config": {"vocab_size": 12, "eos_token_id": [3, 4], "max_position_embeddings": 64}}
     prompts = prompts_of(config | {"image_token_id": 5}, with_long=True)
     assert prompts == prompts_of(config | {"image_token_id": 5}, with_long=True)
@@ -70,21 +68,20 @@ def test_prompts_are_fixed_and_leave_special_tokens_out() -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)
         self.linear.register_buffer("cache", torch.arange(4.0), persistent=False)
         self.linear.derived = torch.ones(2, dtype=torch.bfloat16)
 
 
-def read_back(model: nn.Module, path: Path) -> Mapping[str, Sequence[Any]]:
+def read_back(model, path):
     readback.record(model, [(str(path), torch.zeros(1))])
     (file,) = path.parent.glob(f"{path.name}.0.Model.json")
-    held: Mapping[str, Sequence[Any]] = json.loads(file.read_text())["held"]
-    return held
+    return json.loads(file.read_text())["held"]
 
 
-def test_read_back_sees_every_bit_of_parameters_buffers_and_attributes(tmp_path: Path) -> None:
+def test_read_back_sees_every_bit_of_parameters_buffers_and_attributes(tmp_path):
     model = Model()
     before = read_back(model, tmp_path / "before")
     assert {name: size for name, (_, size) in before.items()} == {
@@ -101,7 +98,7 @@ def test_read_back_sees_every_bit_of_parameters_buffers_and_attributes(tmp_path:
     assert {name for name in before if before[name] != after[name]} == {"linear.bias", "linear.cache", "linear.derived"}
 
 
-def test_resumed_memory_is_poisoned_but_for_buffers_and_defaults() -> None:
+def test_resumed_memory_is_poisoned_but_for_buffers_and_defaults():
     model = Model()
     model.linear.k_scale = nn.Parameter(torch.ones(()))
     readback.fill(model, [])
@@ -110,7 +107,7 @@ def test_resumed_memory_is_poisoned_but_for_buffers_and_defaults() -> None:
     assert model.linear.cache.tolist() == [0, 1, 2, 3]
 
 
-def test_reference_is_what_transformers_computes(releases: PathOf, tmp_path: Path) -> None:
+def test_reference_is_what_transformers_computes(releases, tmp_path):
     release = releases("qwen3_moe")
     prompts, ids = [[5, 9, 2, 40]], [[[1, 2], [3, 4], [5, 6]]]
     found = reference(release, tmp_path, prompts, ids)
@@ -127,7 +124,7 @@ def test_reference_is_what_transformers_computes(releases: PathOf, tmp_path: Pat
         assert answer.top_ids[position][0] == int(logits[position].argmax())
 
 
-def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(releases: PathOf, tmp_path: Path) -> None:
+def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(releases, tmp_path):
     release = releases("qwen3_moe")
     quantize(release, tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$")))
     prompts, ids = [[5, 9, 2, 40, 11, 30]], [[[1, 2]] * 5]
@@ -135,7 +132,7 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(releases: 
     assert 0 < distance(packed, plain).mean < 0.1
 
 
-def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Reference:
+def reference(path, root, prompts, ids, **asked):
     job = ReferenceJob(path, str(root / "reference.json"), prompts, ids, **asked)
     with PhaseLog(root / "reference.json") as phases:
         return run_reference(job, phases)
@@ -144,36 +141,36 @@ def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> R
 class FakeServer:
     """Stands for an engine: what each step does to what it holds."""
 
-    def __init__(self, lost: str = "", refusal: Exception | None = None) -> None:
+    def __init__(self, lost="", refusal=None):
         self._loaded = {"0 a": ("x", 8), "0 b": ("y", 8), "0 layers.0.attn.k_scale": ("s", 4)}
         self._held = dict(self._loaded)
         self._lost, self._refusal = lost, refusal
         self.calls: list[str] = []
 
-    def held(self) -> dict[str, tuple[str, int]]:
+    def held(self):
         return dict(self._held)
 
-    def answers(self) -> list[Judged]:
+    def answers(self):
         return [judged(-1.0)]
 
-    def check(self, action: str) -> Sequence[str]:
+    def check(self, action):
         return [name[2:] for name in self._held if self._held[name] != self._loaded[name]]
 
-    def snapshot_and_poison(self) -> None:
+    def snapshot_and_poison(self):
         self._set("poison", dict.fromkeys(("0 a", "0 b"), ("poison", 8)))
 
-    def release_and_resume(self) -> None:
+    def release_and_resume(self):
         self._set("resume", dict.fromkeys(("0 a", "0 b"), ("poison", 8)))
 
-    def update_by_tensor(self) -> None:
+    def update_by_tensor(self):
         self._set("tensor", self._loaded)
 
-    def update_from_disk(self) -> None:
+    def update_from_disk(self):
         if self._refusal:
             raise self._refusal
         self._set("disk", self._loaded)
 
-    def _set(self, call: str, tensors: Mapping[str, tuple[str, int]]) -> None:
+    def _set(self, call, tensors):
         self.calls.append(call)
         self._held |= {name: tensor for name, tensor in tensors.items() if call == "poison" or name != self._lost}
 
@@ -181,7 +178,7 @@ class FakeServer:
 EVERY = ["poison", "tensor", "tensor", "poison", "disk", "disk", "resume", "tensor"]
 # The refusal, whether it was tried, and what changed, of each reload.
 Seen = tuple[str, bool, list[str]]
-CLEAN: Seen = ("", True, [])
+CLEAN = ("", True, [])
 
 
 @pytest.mark.parametrize(
@@ -198,9 +195,7 @@ CLEAN: Seen = ("", True, [])
     ],
     ids=["sound", "leaves a tensor out", "refuses to update from disk", "cannot be updated from disk"],
 )
-def test_steps_of_an_engine_and_what_they_leave(
-    server: Any, calls: list[str], reloads: list[Seen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_steps_of_an_engine_and_what_they_leave(server, calls, reloads, monkeypatch, tmp_path):
     """A refusal ends them; what is not tried does not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     job = EngineJob("", [[1, 2]], "", update=True, release_resume=True)
@@ -212,7 +207,7 @@ def test_steps_of_an_engine_and_what_they_leave(
     assert (report.complete, report.held, report.held_bytes) == (True, 3, 20)
 
 
-def sound() -> EngineReport:
+def sound():
     answers = [judged(-1.0, -2.0)]
     names = ("updating by tensor again", RESUMED)
     passes = {FIRST: answers, AGAIN: answers, **dict.fromkeys(names, answers)}
@@ -226,16 +221,16 @@ Verdict = Callable[..., Outcome]
 
 
 @pytest.fixture
-def verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdict:
+def verdict(monkeypatch, tmp_path):
     """`verdict(report)`: what the checks make of an engine's report, and perhaps of that of a `draft` engine."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
 
     def of(
-        report: EngineReport | None,
-        reference: Reference = EXACT,
-        draft: EngineRun | None = None,
-        why: str | None = None,
-    ) -> Outcome:
+        report,
+        reference=EXACT,
+        draft=None,
+        why=None,
+    ):
         monkeypatch.setattr(engine_checks, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], why))
         monkeypatch.setattr(engine_checks, "run_draft_engine", lambda subject: draft)
         monkeypatch.setattr(engine_checks, "run_engine_reference", lambda subject: reference)
@@ -245,19 +240,19 @@ def verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdict:
     return of
 
 
-def reloaded(*reloads: Reload) -> EngineReport:
+def reloaded(*reloads):
     return replace(sound(), reloads=reloads)
 
 
-def answered(first: Judged, again: Judged) -> EngineReport:
+def answered(first, again):
     return replace(sound(), passes={FIRST: [first], AGAIN: [again]})
 
 
-def failed(outcome: Outcome) -> set[str]:
+def failed(outcome):
     return {result.code for result in outcome.checks if result.status == "failed"}
 
 
-def test_a_sound_engine_passes(verdict: Verdict) -> None:
+def test_a_sound_engine_passes(verdict):
     outcome = verdict(sound())
     assert [(result.code, result.status) for result in outcome.checks] == [(code, "passed") for code in CODES]
 
@@ -265,7 +260,7 @@ def test_a_sound_engine_passes(verdict: Verdict) -> None:
 W2 = [f"1 model.layers.{layer}.w2" for layer in (3, 4)]
 KEPT = "model.layers.0.self_attn"
 # Reloads, and the findings: code, tensor, rank and severity.
-FOUND: dict[str, tuple[list[Reload], list[tuple[str, str | None, str | None, str]]]] = {
+FOUND = {
     "changed tensors": (
         [
             Reload(UPDATED, changed=W2, unequal=["model.layers.3.w2", "head"]),
@@ -293,14 +288,14 @@ FOUND: dict[str, tuple[list[Reload], list[tuple[str, str | None, str | None, str
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_reloads_left_is_named_with_its_rank(name: str, verdict: Verdict) -> None:
+def test_what_reloads_left_is_named_with_its_rank(name, verdict):
     reloads, expected = FOUND[name]
     found = verdict(reloaded(*reloads)).findings
     assert {(one.code, one.tensor, one.rank, one.severity) for one in found} == {*expected}
     assert len(found) == len(expected)
 
 
-def test_an_engine_that_died_keeps_what_was_found_and_is_inconclusive(verdict: Verdict) -> None:
+def test_an_engine_that_died_keeps_what_was_found_and_is_inconclusive(verdict):
     report = replace(reloaded(Reload(UPDATED, changed=["0 head"])), complete=False)
     outcome = verdict(report, why="while updating from disk: an error")
     assert failed(outcome) == {"CK512"}
@@ -308,12 +303,12 @@ def test_an_engine_that_died_keeps_what_was_found_and_is_inconclusive(verdict: V
     assert {one.code: one.reason for one in outcome.checks if one.reason} == {"CK512": reason, "CK513": reason}
 
 
-def test_an_engine_without_a_report_is_inconclusive(verdict: Verdict) -> None:
+def test_an_engine_without_a_report_is_inconclusive(verdict):
     outcome = verdict(None, why="the engine failed")
     assert (outcome.findings, outcome.reasons) == ([], ["CK511, CK512, CK513, CK601: the engine failed"])
 
 
-def test_a_draft_model_that_changed_is_named_and_the_rest_said_once(verdict: Verdict) -> None:
+def test_a_draft_model_that_changed_is_named_and_the_rest_said_once(verdict):
     both = ["0 model.layers.3.w2"]
     plain = reloaded(Reload(UPDATED, changed=both, unequal=["head"]), Reload(RESUMED))
     changed = ["0 draft.model.eh_proj.weight", "1 draft.model.decoder.w2", *both]
@@ -334,13 +329,13 @@ def test_a_draft_model_that_changed_is_named_and_the_rest_said_once(verdict: Ver
     assert held == text_with("1 draft")
 
 
-def test_a_draft_engine_that_does_not_start_is_inconclusive_in_its_words(verdict: Verdict) -> None:
+def test_a_draft_engine_that_does_not_start_is_inconclusive_in_its_words(verdict):
     outcome = verdict(sound(), draft=EngineRun(None, failed="no such draft"))
     assert (outcome.findings, outcome.reasons) == ([], ["CK512, CK513: with speculative decoding: no such draft"])
     assert [one.status for one in outcome.checks] == ["passed", "skipped", "skipped", "passed"]
 
 
-def test_a_refusal_of_both_engines_is_said_once(verdict: Verdict) -> None:
+def test_a_refusal_of_both_engines_is_said_once(verdict):
     report = reloaded(*FOUND["an update that was not tried"][0])
     found = verdict(report, draft=EngineRun(report)).findings
     assert [(one.code, one.severity) for one in found] == [("CK512", "warning")]
@@ -363,9 +358,7 @@ SAME = judged(-1.0, -2.0)
     ],
     ids=["no numbers", "beyond the noise", "contradicts itself", "within the noise", "one best token"],
 )
-def test_log_probabilities_beyond_the_noise_fail(
-    report: EngineReport, reference: Reference, code: str | None, actual: str, verdict: Verdict
-) -> None:
+def test_log_probabilities_beyond_the_noise_fail(report, reference, code, actual, verdict):
     outcome = verdict(report, reference)
     assert failed(outcome) == ({code} if code else set())
     assert [one.actual for one in outcome.findings] == [text_with(actual)] * (code is not None)
@@ -373,7 +366,7 @@ def test_log_probabilities_beyond_the_noise_fail(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.sglang
-def test_without_a_gpu_the_command_line_is_inconclusive(releases: PathOf) -> None:
+def test_without_a_gpu_the_command_line_is_inconclusive(releases):
     run = CliRunner().invoke(cli, ["verify", str(releases("qwen3_moe")), "--engine", "--logits", "--json"])
     report = json.loads(run.stdout)
     assert (run.exit_code, report["status"]) == (2, "inconclusive")
@@ -382,7 +375,7 @@ def test_without_a_gpu_the_command_line_is_inconclusive(releases: PathOf) -> Non
     assert all("needs CUDA" in reason for reason in skipped.values())
 
 
-def test_a_word_that_asks_for_no_witness_is_refused(releases: PathOf) -> None:
+def test_a_word_that_asks_for_no_witness_is_refused(releases):
     with pytest.raises(CkptkitError, match="release_resume"):
         verify(releases("qwen3_moe"), against=frozenset({"release_resume"}))
 
@@ -390,11 +383,11 @@ def test_a_word_that_asks_for_no_witness_is_refused(releases: PathOf) -> None:
 class Ended:
     """Stands for a process that ends with a traceback in its log; keeps the job that it was given."""
 
-    def __init__(self, log: str) -> None:
+    def __init__(self, log):
         self._log = log
         self.job: dict[str, Any] = {}
 
-    def __call__(self, root: Path, *_: object, **__: object) -> dict[int, str]:
+    def __call__(self, root, *_, **__):
         self.job = json.loads((root / "job-0.json").read_text())
         (root / "log-0").write_text(self._log)
         return {0: "exit code 1"}
@@ -409,7 +402,7 @@ NO_TILE = (
 )
 
 
-def served(monkeypatch: pytest.MonkeyPatch, path: Path, *asked: str) -> tuple[Outcome, Ended]:
+def served(monkeypatch, path, *asked):
     """CK511 to CK513 where an engine ends with this log."""
     ended = Ended(NO_TILE)
     monkeypatch.setattr(engine_run, "_sizes", lambda engine, subject: ONE_RANK)
@@ -418,15 +411,13 @@ def served(monkeypatch: pytest.MonkeyPatch, path: Path, *asked: str) -> tuple[Ou
     return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended
 
 
-def test_an_engine_that_ends_is_no_verdict(monkeypatch: pytest.MonkeyPatch, releases: PathOf) -> None:
+def test_an_engine_that_ends_is_no_verdict(monkeypatch, releases):
     outcome, _ = served(monkeypatch, releases("qwen3_moe"), "engine", "update")
     assert (outcome.findings, {one.status for one in outcome.checks}) == ([], {"skipped"})
     assert "[48, 576, 960]" in outcome.reasons[0]
 
 
-def test_an_update_that_sglang_cannot_take_is_not_tried(
-    monkeypatch: pytest.MonkeyPatch, releases: PathOf, tmp_path: Path
-) -> None:
+def test_an_update_that_sglang_cannot_take_is_not_tried(monkeypatch, releases, tmp_path):
     """INT4 layers other than routed experts are repacked once and for all."""
     asked = ("engine", "update", "release-resume")
     quantize(releases("qwen3_moe"), tmp_path / "all", QuantScheme(32, "qmax7"))

@@ -1,8 +1,5 @@
 """The noise of inputs in FP8, against compressed-tensors: what it rounds alone, and in a model that it runs itself."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize
@@ -17,14 +14,14 @@ from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
 from ckptkit.verify.witnesses.reference.distance import mean_gap
-from ckptkit.verify.witnesses.reference.job import Reference, ReferenceJob
+from ckptkit.verify.witnesses.reference.job import ReferenceJob
 from ckptkit.verify.witnesses.reference.process import as_hf, in_fp8, reference_model, run
 
 PROMPT = torch.randint(3, 1000, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.mark.parametrize("group", [128, 0])
-def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group: int) -> None:
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group):
     inputs = torch.randn(3, 5, 384, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 5)[:, None]
     args = QuantizationArgs(
         num_bits=8, type="float", strategy="group" if group else "token", group_size=group or None, dynamic=True
@@ -35,12 +32,12 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group: int) -> Non
     assert torch.equal(rounded(inputs, group), expected)
 
 
-def reference(path: Path, activations: int | None, tmp_path: Path) -> Reference:
+def reference(path, activations, tmp_path):
     ids = [[[0]] * (len(PROMPT) - 1)]
     return run(ReferenceJob(path, prompts=[PROMPT], top_ids=ids, activations=activations), PhaseLog(tmp_path / "p"))
 
 
-def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(tmp_path: Path) -> None:
+def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(tmp_path):
     quantize(saved("dense", tmp_path), tmp_path / "fp8", FloatScheme("fp8-channel"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32)
     ours = reference_model(*as_hf(tmp_path / "fp8"), torch.float32).cpu()
@@ -59,7 +56,7 @@ def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(t
     assert (found - expected).abs().mean() < (plain - expected).abs().mean() / 5
 
 
-def test_experts_round_their_inputs(tmp_path: Path) -> None:
+def test_experts_round_their_inputs(tmp_path):
     quantize(saved("moe", tmp_path), tmp_path / "fp8", FloatScheme("fp8-block"))
     found = [reference(tmp_path / "fp8", group, tmp_path) for group in (128, None)]
     noise, plain = (mean_gap(one.rounded, one.exact) for one in found)
@@ -72,14 +69,14 @@ TOKEN = {"type": "float", "num_bits": 8, "dynamic": True, "symmetric": True, "st
 
 OF_TOKENS = {"config_groups": {"group_0": {"input_activations": TOKEN}}}
 FOUR_BITS = {"config_groups": {"group_0": {"input_activations": TOKEN | {"dynamic": "local", "num_bits": 4}}}}
-GROUPS: list[tuple[dict[str, Any], int | None]] = [
+GROUPS = [
     ({}, None),
     ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {}}}}, None),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 128),
     ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 0),
     ({"quant_method": "compressed-tensors"} | OF_TOKENS, 0),
 ]
-NOT_KNOWN: list[dict[str, Any]] = [
+NOT_KNOWN = [
     {"quant_method": "fp8", "activation_scheme": "static"},
     {"quant_method": "mxfp8"},
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -87,7 +84,7 @@ NOT_KNOWN: list[dict[str, Any]] = [
 ]
 
 
-def test_groups_are_those_of_the_config_and_noise_that_is_not_known_is_no_verdict() -> None:
+def test_groups_are_those_of_the_config_and_noise_that_is_not_known_is_no_verdict():
     assert [group_of(quantization) for quantization, _ in GROUPS] == [group for _, group in GROUPS]
     for quantization in NOT_KNOWN:
         with pytest.raises(CannotCheck, match="noise"):

@@ -2,17 +2,16 @@
 
 import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support import models
-from torch import Tensor, nn
+from torch import nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.online import sglang_reload
@@ -31,17 +30,17 @@ class Qwen3ForCausalLM(nn.Module):
 
     names: tuple[str, ...] = ("model.norm", "lm_head")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.loaded: list[str] = []
         for name in self.names:
             self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.zeros(4), requires_grad=False))
 
-    def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights):
         for name, tensor in weights:
             self.loaded.append(name)
             if (own := name.replace(".", "_")) in self._parameters:
-                self._parameters[own].copy_(tensor)  # type: ignore[union-attr]
+                self._parameters[own].copy_(tensor)
 
 
 class Qwen3ForCausalLMNextN(Qwen3ForCausalLM):
@@ -51,32 +50,30 @@ class Qwen3ForCausalLMNextN(Qwen3ForCausalLM):
 class Engine:
     """The requests of SGLang 0.5.16 that the witness sends, for a target and perhaps a draft model."""
 
-    def __init__(self, *models: nn.Module) -> None:
+    def __init__(self, *models):
         self.models = models
         self.sent: list[str | None] = []
 
-    def update_weights_from_tensor(
-        self, named_tensors: Sequence[tuple[str, Tensor]], load_format: str | None = None, flush_cache: bool = True
-    ) -> Answer:
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         self.sent.append(load_format)
         for model in self.models:
             if load_format in (BEGIN, END):
                 continue
             loader = named(load_format) if load_format else None
-            _ = loader(model, named_tensors) if loader else model.load_weights(named_tensors)  # type: ignore[operator]
+            _ = loader(model, named_tensors) if loader else model.load_weights(named_tensors)
         return True, "Success"
 
-    def update_weights_from_disk(self, model_path: str, load_format: str | None = None) -> Answer:
+    def update_weights_from_disk(self, model_path, load_format=None):
         self.sent.append("disk")
         return True, "Success"
 
-    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+    def release_memory_occupation(self, tags=None):
         self.sent.append("release")
 
-    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+    def resume_memory_occupation(self, tags=None):
         self.sent.append("resume")
 
-    def flush_cache(self) -> None:
+    def flush_cache(self):
         self.sent.append("flush")
 
 
@@ -86,14 +83,14 @@ class SessionEngine(Engine):
     open: str | None = None
     repacked: Sequence[str] = ()
 
-    def begin_weight_update(self, selector: str = "all") -> Answer:
+    def begin_weight_update(self, selector="all"):
         if self.open is not None:
             return False, "a weight-update session is already open; call end_weight_update() first"
         self.open = selector
         self.sent.append(f"begin {selector}")
         return True, "Success"
 
-    def end_weight_update(self) -> Answer:
+    def end_weight_update(self):
         if self.open is None:
             return False, "no weight-update session is open; call begin_weight_update() first"
         self.repacked = [*self.repacked, self.open]
@@ -101,29 +98,26 @@ class SessionEngine(Engine):
         self.sent.append("end")
         return True, "Success"
 
-    def update_weights_from_tensor(
-        self, named_tensors: Sequence[tuple[str, Tensor]], load_format: str | None = None, flush_cache: bool = True
-    ) -> Answer:
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if self.open is None:
             return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
         return super().update_weights_from_tensor(named_tensors, load_format, flush_cache)
 
 
-def named(loader: str) -> Callable[..., None]:
+def named(loader):
     module, _, name = loader.rpartition(".")
-    found: Callable[..., None] = getattr(import_module(module), name)
-    return found
+    return getattr(import_module(module), name)
 
 
 WEIGHTS = {name: torch.arange(4.0) + at for at, name in enumerate(("model.norm", "lm_head", "mtp.fc"))}
-CHECKPOINT: Any = SimpleNamespace(
+CHECKPOINT = SimpleNamespace(
     config={"architectures": ["Qwen3ForCausalLM"]},
     groups=[list(WEIGHTS)],
     read=lambda names: {name: WEIGHTS[name] for name in names},
 )
 
 
-def server(engine: Engine, root: Path, **job: Any) -> SglangServer:
+def server(engine, root, **job):
     return SglangServer(EngineJob("model", [], str(root / "report"), **job), CHECKPOINT, engine, device="cpu")
 
 
@@ -136,16 +130,14 @@ def server(engine: Engine, root: Path, **job: Any) -> SglangServer:
         (SessionEngine, {"experts": "CompressedTensorsWNA16MoE"}, ["begin all", None, "end", "flush"], True),
     ],
 )
-def test_packed_experts_are_opened_and_closed_where_the_engine_does_not(
-    kind: type[Engine], packed: dict[str, str], sent: list[str | None], from_disk: bool, tmp_path: Path
-) -> None:
+def test_packed_experts_are_opened_and_closed_where_the_engine_does_not(kind, packed, sent, from_disk, tmp_path):
     engine = kind(Qwen3ForCausalLM())
     one = server(engine, tmp_path)
     one.packed = packed
     one.update_by_tensor()
     assert engine.sent == sent
     assert (named(BEGIN), named(END)) == (sglang_reload.begin, sglang_reload.end)
-    assert torch.equal(engine.models[0].lm_head, WEIGHTS["lm_head"])  # type: ignore[arg-type]
+    assert torch.equal(engine.models[0].lm_head, WEIGHTS["lm_head"])
     if not from_disk:
         with pytest.raises(RefusedByEngine):
             one.update_from_disk()
@@ -154,17 +146,17 @@ def test_packed_experts_are_opened_and_closed_where_the_engine_does_not(
     assert engine.sent[len(sent) :] == ["disk"]
 
 
-def test_looking_and_poisoning_never_repack_the_model(tmp_path: Path) -> None:
+def test_looking_and_poisoning_never_repack_the_model(tmp_path):
     engine = SessionEngine(Qwen3ForCausalLM())
     one = server(engine, tmp_path)
     assert list(one.held()) == ["0 model_norm", "0 lm_head"]
     one.release_and_resume()
     assert engine.sent == ["begin draft", RECORD, "end", "release", "resume", "begin draft", POISON, "end"]
     assert engine.repacked == ["draft", "draft"]
-    assert engine.models[0].lm_head.isnan().all()  # type: ignore[union-attr, operator]
+    assert engine.models[0].lm_head.isnan().all()
 
 
-def test_what_a_session_refuses_is_its_own_words_and_nothing_more_is_sent(tmp_path: Path) -> None:
+def test_what_a_session_refuses_is_its_own_words_and_nothing_more_is_sent(tmp_path):
     engine = SessionEngine(Qwen3ForCausalLM())
     engine.open = "all"
     with pytest.raises(RefusedByEngine, match="already open"):
@@ -173,7 +165,7 @@ def test_what_a_session_refuses_is_its_own_words_and_nothing_more_is_sent(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [Engine, SessionEngine])
-def test_a_draft_model_is_poisoned_updated_and_read_back(kind: type[Engine], tmp_path: Path) -> None:
+def test_a_draft_model_is_poisoned_updated_and_read_back(kind, tmp_path):
     engine = kind(Qwen3ForCausalLM(), Qwen3ForCausalLMNextN())
     one = server(engine, tmp_path, draft=True)
     one.update_by_tensor()
@@ -185,13 +177,13 @@ def test_a_draft_model_is_poisoned_updated_and_read_back(kind: type[Engine], tmp
     assert one.held() == before
 
 
-def test_an_engine_that_hides_its_draft_model_is_not_believed(tmp_path: Path) -> None:
+def test_an_engine_that_hides_its_draft_model_is_not_believed(tmp_path):
     one = server(Engine(Qwen3ForCausalLM()), tmp_path, draft=True)
     with pytest.raises(CkptkitError, match="wrote.*0"):
         one.held()
 
 
-def requests(file: Path, owner: str) -> dict[str, tuple[list[str], list[str]]]:
+def requests(file, owner):
     tree = ast.parse(file.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
     methods = [one for one in found.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
@@ -202,7 +194,7 @@ def requests(file: Path, owner: str) -> dict[str, tuple[list[str], list[str]]]:
 
 
 @pytest.mark.sglang
-def test_these_engines_take_what_sglangs_own_takes() -> None:
+def test_these_engines_take_what_sglangs_own_takes():
     """Read from the source of the installed release, since importing it takes long."""
     spec = find_spec("sglang")
     assert spec is not None
@@ -226,17 +218,15 @@ SCALES = "model.layers.12.eh_proj.weight_scale_inv"
         (Engine, None, "model.layers.12.eh_proj.weight", "Glm4MoeForCausalLM"),
     ],
 )
-def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
-    kind: type[Engine], own: str | None, tensor: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Mapping[str, Any]] = []
-    fake: Any = ModuleType("sglang")
+def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(kind, own, tensor, refused, monkeypatch):
+    started = []
+    fake = ModuleType("sglang")
     fake.Engine = type("Engine", (kind,), {"__init__": lambda self, **given: started.append(given)})
     monkeypatch.setitem(sys.modules, "sglang", fake)
     monkeypatch.setattr(server_module, "draft_class", lambda path: own)
     config = models.configs()["glm4_moe"].to_dict()
     config |= {"num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
-    checkpoint: Any = SimpleNamespace(config=config, specs=[tensor])
+    checkpoint = SimpleNamespace(config=config, specs=[tensor])
     if refused is not None:
         with pytest.raises(CkptkitError, match=refused):
             serve(EngineJob("model", [], draft=True), checkpoint)

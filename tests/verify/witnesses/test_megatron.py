@@ -1,8 +1,6 @@
 """Real Megatron as a witness: sound checkpoints pass at several parallel sizes, broken ones fail the right check."""
 
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +9,10 @@ from families.case import MOE, SIZES, Case
 from mutations import ranks
 from mutations.torch_dist import index_of, key_lost
 from support import models
-from support.fixture_types import PathOf
 from support.megatron_layouts import judge
 from support.messages import text_with
 from support.processes import environment
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert
@@ -37,7 +34,7 @@ in_megatron = pytest.mark.usefixtures("served")
 
 
 @in_megatron
-def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> None:
+def test_tensor_and_pipeline_parallel(releases, converted):
     subject = Subject(converted("glm4_moe"), releases("glm4_moe"), options=VerifyOptions(tp=2, pp=2))
     findings, tallies = judge(subject)
     assert findings == []
@@ -56,7 +53,7 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
 
 
 @in_megatron
-def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted: PathOf) -> None:
+def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted):
     findings, tallies = judge(
         Subject(converted("qwen2-tied"), options=VerifyOptions(pp=2, vpp=3, against=frozenset({"megatron"})))
     )
@@ -68,7 +65,7 @@ def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted:
 
 
 @in_megatron
-def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
+def test_what_is_wrong_is_found(releases, copy_of, tmp_path):
     edited, broken = copy_of(releases("glm4_moe")), tmp_path / "broken"
     value = models.tensors(edited)["model.layers.9.mlp.experts.11.down_proj.weight"]
     value[3, 5] += 1
@@ -77,7 +74,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     ranks.layers_of(lambda layer: {4: 5, 5: 4}.get(layer, layer))(broken, "")
     gone, stray = "decoder.layers.7.mlp.router.expert_bias", "decoder.layers.12.self_attention.linear_proj.weight"
 
-    def break_it(metadata: Metadata) -> None:
+    def break_it(metadata):
         norm = "decoder.final_layernorm.weight"
         metadata.state_dict_metadata[stray] = metadata.state_dict_metadata[norm]
         metadata.storage_data[MetadataIndex(stray, torch.Size([0]), 0)] = metadata.storage_data[
@@ -99,11 +96,11 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
 
 
 @in_megatron
-def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) -> None:
+def test_a_rank_that_crashes_is_a_finding(converted, copy_of):
     broken = copy_of(converted("qwen2-tied"))
 
-    def other_shape(metadata: Metadata) -> None:
-        entry: Any = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
+    def other_shape(metadata):
+        entry = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
         entry.size = entry.chunks[0].sizes = torch.Size([128, 200])
 
     models.edit_metadata(broken / "release", other_shape)
@@ -117,7 +114,7 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
 
 
 @needs_megatron
-def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_inconclusive(converted, monkeypatch):
     monkeypatch.setattr(runner, "START_S", 0.5)
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
@@ -137,9 +134,7 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
         pytest.param("signature", "which keys", "TypeError: ", marks=pytest.mark.nightly),
     ],
 )
-def test_a_witness_that_breaks_is_inconclusive(
-    converted: PathOf, monkeypatch: pytest.MonkeyPatch, how: str, phase: str, error: str
-) -> None:
+def test_a_witness_that_breaks_is_inconclusive(converted, monkeypatch, how, phase, error):
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
     monkeypatch.setenv("BREAK", how)
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -158,19 +153,15 @@ def test_a_witness_that_breaks_is_inconclusive(
         ("qwen2-tied", {"ep": 2}, "--ep 2"),
     ],
 )
-def test_sizes_that_do_not_divide_start_no_process(
-    converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
-) -> None:
+def test_sizes_that_do_not_divide_start_no_process(converted, monkeypatch, name, sizes, message):
     monkeypatch.setattr(megatron_run, "ask_ranks", None)
-    subject = Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"})))  # type: ignore[arg-type]
+    subject = Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"})))
     with pytest.raises(CkptkitError, match=message):
         list(strict_load(subject, Tally()))
 
 
 @in_megatron
-def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(tmp_path, monkeypatch):
     """95 rows an expert on two ranks: whole with ETP1, refused with ETP2, by Megatron and by CK703 alike."""
     sizes = SIZES | MOE | {"num_hidden_layers": 2, "moe_intermediate_size": 95}
     case.save("odd", Case(lambda: Qwen3MoeConfig(**sizes, num_experts=12)), tmp_path / "hf", torch.bfloat16)
@@ -188,9 +179,7 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
         list(strict_load(cut, Tally()))
 
 
-def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
-    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(releases, converted, monkeypatch):
     with pytest.raises(CannotCheck, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from families import CASES
 from families.case import save
 from families.table import config_of
 from mutations.ranks import layers_of
-from support.fixture_types import CopyOf
 from support.installed import require_megatron
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.nightly import daily
@@ -48,10 +46,10 @@ LAYOUTS |= {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("hybrid")
 
-    def make(name: str) -> Path:
+    def make(name):
         if not (root / name).exists():
             save(name, CASES[name], root / name / "hf", torch.bfloat16)
             if default_dialect(config_of(CASES[name])) == "mcore":
@@ -62,13 +60,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def subject_of(path: Path, source: Path | None = None, **options: Any) -> Subject:
+def subject_of(path, source=None, **options):
     return Subject(path, source, options=VerifyOptions(against=MEGATRON, **options))
 
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", daily(HELD, ["glm4_moe", "deepseek_v3"]))
-def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
+def test_every_rank_holds_its_slice(made, name):
     dims = dims_of(config_of(CASES[name]))
     options = EXPERTS[LAYOUTS[name]]
     subject = subject_of(made(name) / "hybrid", made(name) / "hf", **options)
@@ -110,7 +108,7 @@ OF_KIND = {
 }
 
 
-def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
+def test_norms_stand_alone_where_megatrons_own_spec_has_them_so():
     """Without Transformer Engine its spec cannot be built, but it says which norms are modules of their own."""
     command = [sys.executable, "-W", "ignore", "-c", OWN_SPEC]
     found = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
@@ -125,7 +123,7 @@ def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
 
 
 @pytest.mark.usefixtures("served")
-def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made: Made) -> None:
+def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made):
     """Every check of files and values too, on two pipeline stages."""
     report = verify(
         made("glm4_moe") / "hybrid", source=made("glm4_moe") / "gpt", against=MEGATRON | {"logits"}, pp=2, ep=2
@@ -137,14 +135,14 @@ def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made: Mad
     assert "from transformers in float32: mean 0.0000" in found
 
 
-def test_pipeline_options_that_megatron_refuses_are_refused(made: Made) -> None:
+def test_pipeline_options_that_megatron_refuses_are_refused(made):
     options = MegatronOptions(account_for_loss_in_pipeline_split=True)
     with pytest.raises(UsageError, match="--account-for-loss-in-pipeline-split: Megatron-LM refuses it"):
         judge(subject_of(made("qwen2-tied") / "hybrid", pp=2, megatron=options))
 
 
 @pytest.mark.usefixtures("served")
-def test_attention_of_another_layer_is_named(made: Made, copy_of: CopyOf) -> None:
+def test_attention_of_another_layer_is_named(made, copy_of):
     path = copy_of(made("qwen2-tied") / "hybrid")
     layers_of(lambda layer: {2: 4, 4: 2}.get(layer, layer))(path, "")
     findings, _ = judge(subject_of(path, made("qwen2-tied") / "hf"))
@@ -155,7 +153,7 @@ def test_attention_of_another_layer_is_named(made: Made, copy_of: CopyOf) -> Non
 @pytest.mark.skipif(find_spec("megatron.training") is None, reason="it comes with megatron-core since 0.19")
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", ["qwen2-tied", "deepseek_v3"])
-def test_megatron_lms_own_load_checkpoint_takes_it(made: Made, name: str) -> None:
+def test_megatron_lms_own_load_checkpoint_takes_it(made, name):
     options = MegatronOptions(trainer_loader=True)
     findings, tallies = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=options))
     assert findings == []

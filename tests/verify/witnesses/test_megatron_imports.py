@@ -4,7 +4,6 @@ import importlib
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from support.processes import environment
@@ -24,13 +23,13 @@ BROKEN = {
 }
 
 
-def install(root: Path, name: str, text: str) -> None:
+def install(root, name, text):
     (root / name).mkdir(parents=True)
     (root / name / "__init__.py").write_text(text)
 
 
 @pytest.fixture(autouse=True)
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def packages(tmp_path, monkeypatch):
     install(tmp_path, "needs_a_driver", NO_DRIVER)
     install(tmp_path, "expects_that", "try:\n    import needs_a_driver\nexcept OSError:\n    told = True\n")
     install(tmp_path, "is_sound", "value = 7\n")
@@ -41,7 +40,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("module", ["needs_a_driver", "needs_a_driver.interface", "is_sound.kernels"])
-def test_broken_package_is_not_installed_inside_the_context_alone(module: str) -> None:
+def test_broken_package_is_not_installed_inside_the_context_alone(module):
     before = list(sys.meta_path)
     with importing_megatron(), pytest.raises(ModuleNotFoundError, match=r"OSError: libcuda\.so\.1"):
         importlib.import_module(module)
@@ -50,14 +49,14 @@ def test_broken_package_is_not_installed_inside_the_context_alone(module: str) -
         importlib.import_module(module)
 
 
-def test_package_that_expects_another_to_be_broken_is_imported() -> None:
+def test_package_that_expects_another_to_be_broken_is_imported():
     with importing_megatron():
         assert importlib.import_module("expects_that").told
         assert importlib.import_module("is_sound").value == 7
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_megatron_is_imported_although_every_optional_package_is_broken(tmp_path: Path) -> None:
+def test_megatron_is_imported_although_every_optional_package_is_broken(tmp_path):
     for name, text in BROKEN.items():
         install(tmp_path, name, text)
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"

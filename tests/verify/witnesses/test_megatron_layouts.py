@@ -2,19 +2,15 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import models
-from support.fixture_types import CopyOf, PathOf
 from support.megatron_layouts import CHECKS, judge
 from support.messages import text_with
 from support.nightly import daily
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import MegatronOptions, VerifyOptions
 from ckptkit.verify.run import verify
@@ -26,17 +22,17 @@ in_megatron = pytest.mark.usefixtures("served")
 
 
 @pytest.fixture(scope="session")
-def model(converted: PathOf, releases: PathOf) -> tuple[Path, Path]:
+def model(converted, releases):
     return converted("glm4_moe-mtp"), releases("glm4_moe-mtp")
 
 
-def subject_of(model: tuple[Path, Path], sizes: dict[str, Any], **options: Any) -> Subject:
+def subject_of(model, sizes, **options):
     asked = frozenset({"megatron"})
     return Subject(*model, options=VerifyOptions(**{"megatron": MegatronOptions(**options), "against": asked, **sizes}))
 
 
 # Of each layout: sizes, options, how many ranks, and the layers of each stage.
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, list[str]]] = {
+LAYOUTS = {
     "MTP alone on the last stage": (
         {"pp": 4},
         {"pipeline_layout": "Et*3|t*4|t*5|mL"},
@@ -66,7 +62,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, list[str]]] = {
 
 @in_megatron
 @pytest.mark.parametrize("label", daily(LAYOUTS, [*LAYOUTS][:2]))
-def test_every_rank_of_a_layout_holds_its_slice(model: tuple[Path, Path], label: str) -> None:
+def test_every_rank_of_a_layout_holds_its_slice(model, label):
     sizes, options, world, stages = LAYOUTS[label]
     subject = subject_of(model, sizes, **options)
     findings, tallies = judge(subject)
@@ -88,9 +84,7 @@ def test_every_rank_of_a_layout_holds_its_slice(model: tuple[Path, Path], label:
         pytest.param({"pp": 2}, {"pipeline_layout": "Et*9|t*3mL"}, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_alone_report_what_they_report_in_a_process_group(
-    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_ranks_alone_report_what_they_report_in_a_process_group(model, monkeypatch, sizes, options):
     together = run_megatron(subject_of(model, sizes, **options))
     monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
     alone = run_megatron(subject_of(model, sizes, **options))
@@ -104,9 +98,7 @@ def test_ranks_alone_report_what_they_report_in_a_process_group(
 
 @in_megatron
 @pytest.mark.parametrize("name", daily(["glm4_moe-mtp", "kimi_k2"], ["kimi_k2"]))
-def test_four_dimensional_layout_in_waves(
-    name: str, converted: PathOf, releases: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_dimensional_layout_in_waves(name, converted, releases, monkeypatch):
     """TP2 PP2 EP4 VPP2: two stages of lcm(2, 4) ranks, each alone."""
     monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
     subject = subject_of((converted(name), releases(name)), {"tp": 2, "pp": 2, "ep": 4, "vpp": 2})
@@ -130,16 +122,14 @@ def test_four_dimensional_layout_in_waves(
         (16, 60, 100, False, 1),
     ],
 )
-def test_ranks_that_run_at_once_fit_cores_and_memory(
-    monkeypatch: pytest.MonkeyPatch, world: int, each: int, free: int, together: bool, at_once: int
-) -> None:
+def test_ranks_that_run_at_once_fit_cores_and_memory(monkeypatch, world, each, free, together, at_once):
     monkeypatch.setattr(megatron_run, "cores", lambda: 3)
     monkeypatch.setattr(megatron_run, "free_memory", lambda: free)
     assert (megatron_run.fits_together(world, each), megatron_run.ranks_at_once(each)) == (together, at_once)
 
 
 @in_megatron
-def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model: tuple[Path, Path]) -> None:
+def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model):
     report = verify(*model, against=frozenset({"megatron"}), tp=2, pp=2, ranks=[3, 1, 3])
     assert (report.status, report.findings) == ("passed", [])
     assert text_with("--ranks 1,3 4") in report.facts["notes"]
@@ -151,7 +141,7 @@ def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model: tuple[Pa
 
 
 @in_megatron
-def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(model: tuple[Path, Path], copy_of: CopyOf) -> None:
+def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(model, copy_of):
     """The last row of down_proj's expert 11 is held by the last expert parallel rank, at each stage's last layer."""
     release, name = copy_of(model[1]), "model.layers.9.mlp.experts.11.down_proj.weight"
     tensor = models.tensors(release)[name]
@@ -170,14 +160,12 @@ def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(model: tuple[P
         ({"pp": 2}, {"ranks": (0, 2)}, r"--ranks 2, but TP1 PP2 has 2 rank\(s\)"),
     ],
 )
-def test_layouts_that_megatron_refuses_start_no_process(
-    model: tuple[Path, Path], sizes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_layouts_that_megatron_refuses_start_no_process(model, sizes, options, message):
     with pytest.raises(CkptkitError, match=message):
         sizes_of(subject_of(model, sizes, **options))
 
 
-def test_layout_implies_the_number_of_chunks(model: tuple[Path, Path]) -> None:
+def test_layout_implies_the_number_of_chunks(model):
     assert sizes_of(subject_of(model, {"pp": 2}, pipeline_layout="E|t*6|t*6|mL")).vpp == 2
 
 
@@ -188,9 +176,7 @@ def test_layout_implies_the_number_of_chunks(model: tuple[Path, Path]) -> None:
         ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split"),
     ],
 )
-def test_options_of_megatron_without_megatron_are_refused(
-    model: tuple[Path, Path], options: dict[str, Any], said: str
-) -> None:
+def test_options_of_megatron_without_megatron_are_refused(model, options, said):
     with pytest.raises(CkptkitError, match=f"^{said}.*Megatron"):
         verify(model[0], **options)
 
@@ -198,14 +184,14 @@ def test_options_of_megatron_without_megatron_are_refused(
 # What follows needs no Megatron: reports of a load, changed by hand.
 
 
-def seen(model: tuple[Path, Path]) -> tuple[Subject, RankReport]:
+def seen(model):
     subject = subject_of(model, {})
     stored = subject.megatron_files.opened.metadata.tensors
     asked = {key: (Box((0,) * len(one.shape), one.shape, True),) for key, one in stored.items()}
     return subject, RankReport(0, "0", 0, 0, 0, (tuple(range(12)),), len(asked), (), (), (), (), (), (1,), asked)
 
 
-def found(code: str, subject: Subject, *reports: RankReport) -> list[Finding]:
+def found(code, subject, *reports):
     subject._results[run_megatron,] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
     return list(CHECKS[code](subject, Tally()))
 
@@ -227,9 +213,7 @@ EMBEDDING = "embedding.word_embeddings.weight"  # [352, 128]
         (KEY, [((0, 0, 0), (12, 128, 96)), ((0, 0, 0), (6, 128, 96), False)], None),  # a replica saves nothing
     ],
 )
-def test_what_no_rank_reads_or_two_would_save_is_counted(
-    model: tuple[Path, Path], key: str, boxes: list[Any], said: str | None
-) -> None:
+def test_what_no_rank_reads_or_two_would_save_is_counted(model, key, boxes, said):
     subject, report = seen(model)
     parts = [Box(*(*box, True)[:3]) for box in boxes]
     # Each rank reads one of the parts, and everything else of the checkpoint.
@@ -238,12 +222,12 @@ def test_what_no_rank_reads_or_two_would_save_is_counted(
     assert actual == ({} if said is None else {key: text_with(said)})
 
 
-def test_a_stage_that_repeats_layers_is_a_finding(model: tuple[Path, Path]) -> None:
+def test_a_stage_that_repeats_layers_is_a_finding(model):
     report = replace(seen(model)[1], layers=(tuple(range(6)),))
     assert len(found("CK403", subject_of(model, {"pp": 2}), report, replace(report, rank=1, pp=1))) == 1
 
 
-def test_router_bias_that_megatron_rounds_is_a_finding(model: tuple[Path, Path]) -> None:
+def test_router_bias_that_megatron_rounds_is_a_finding(model):
     subject, report = seen(model)
     name = "decoder.layers.5.mlp.router.expert_bias"
     tensors = tuple(TensorSeen(one, one, "equal", 48, 12, dtype="bfloat16") for one in (name, "x"))
@@ -254,7 +238,7 @@ def test_router_bias_that_megatron_rounds_is_a_finding(model: tuple[Path, Path])
 
 
 @in_megatron
-def test_router_bias_stays_float32_through_the_cast_of_training(model: tuple[Path, Path]) -> None:
+def test_router_bias_stays_float32_through_the_cast_of_training(model):
     (report,) = run_megatron(subject_of(model, {})).reports
     biases = {tensor.dtype for tensor in report.tensors if tensor.name.endswith("expert_bias")}
     others = {tensor.dtype for tensor in report.tensors if not tensor.name.endswith("expert_bias")}
@@ -271,7 +255,7 @@ HELD = {
 
 
 @in_megatron
-def test_sinks_and_biases_over_two_ranks(converted: PathOf, releases: PathOf) -> None:
+def test_sinks_and_biases_over_two_ranks(converted, releases):
     subject = subject_of((converted("gpt_oss"), releases("gpt_oss")), {"tp": 2, "ep": 2})
     assert judge(subject)[0] == []
     for report in run_megatron(subject).reports:
@@ -284,7 +268,5 @@ def test_sinks_and_biases_over_two_ranks(converted: PathOf, releases: PathOf) ->
 
 @pytest.mark.nightly
 @in_megatron
-def test_gate_above_up_and_norms_after_both_parts_of_a_layer_over_two_ranks(
-    converted: PathOf, releases: PathOf
-) -> None:
+def test_gate_above_up_and_norms_after_both_parts_of_a_layer_over_two_ranks(converted, releases):
     assert judge(subject_of((converted("glm4"), releases("glm4")), {"tp": 2}))[0] == []

@@ -2,16 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from families import CASES
 from families.table import config_of
-from support.fixture_types import PathOf
 from support.installed import require_megatron
 from support.messages import text_with
 from support.processes import environment
@@ -34,16 +31,14 @@ ASKED = frozenset({"megatron", "logits"})
 ANSWER = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
 
 
-def run_broken(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_broken(how, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setenv("BREAK", how)
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
 
 
 @pytest.mark.usefixtures("served")
-def test_megatron_computes_in_parallel_what_transformers_does(
-    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_computes_in_parallel_what_transformers_does(releases, converted, monkeypatch):
     """Four ranks: tensor and expert parallelism within each of two pipeline stages, Transformer Engine installed."""
     run_broken("beside an engine", monkeypatch)
     options = VerifyOptions(tp=2, pp=2, ep=2, against=ASKED)
@@ -54,7 +49,7 @@ def test_megatron_computes_in_parallel_what_transformers_does(
     assert noise.startswith("transformers in bfloat16 from float32: mean 0.0")
 
 
-def test_command_line_loads_and_computes(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+def test_command_line_loads_and_computes(releases, converted, tmp_path):
     """`verify --against-megatron --logits`, whole; on the CPU the dtype of the checkpoint is not run."""
     report = tmp_path / "report.json"
     words = ["verify", converted("qwen2-tied"), "--source", releases("qwen2-tied"), "--against-megatron", "--logits"]
@@ -67,9 +62,7 @@ def test_command_line_loads_and_computes(releases: PathOf, converted: PathOf, tm
 
 
 @pytest.mark.usefixtures("served")
-def test_a_fault_of_parallel_ranks_alone_is_found(
-    releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_parallel_ranks_alone_is_found(releases, converted, monkeypatch):
     """Every rank holds its slice, and the sum over ranks is left out of one layer."""
     run_broken("without a sum", monkeypatch)
     options = VerifyOptions(tp=2, against=ASKED)
@@ -77,12 +70,12 @@ def test_a_fault_of_parallel_ranks_alone_is_found(
     assert (finding.code, finding.severity, finding.rank) == ("CK606", "error", None)
 
 
-def judged(subject: Subject, failures: Mapping[int, str] | None = None) -> Outcome:
+def judged(subject, failures=None):
     subject._results[run_megatron,] = MegatronRun(ParallelSizes(), "the CPU", [], failures or {})
     return run_checks(subject, [one for one in all_checks() if one.code == "CK606"])
 
 
-def moved(by: float) -> list[Judged]:
+def moved(by):
     return [replace(ANSWER, tokens=[token + by for token in ANSWER.tokens])]
 
 
@@ -90,10 +83,10 @@ Verdict = Callable[..., Outcome]
 
 
 @pytest.fixture
-def verdict(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> Verdict:
+def verdict(converted, monkeypatch):
     """`verdict(by)`: CK606 where Megatron's log-probabilities are `by` away and the noise of bfloat16 is 0.001."""
 
-    def of(by: float | None, answers: Any = None, dtype: str = "float32") -> Outcome:
+    def of(by, answers=None, dtype="float32"):
         reference = None if by is None else Reference("bfloat16", moved(by), moved(by + 0.001))
         run = Computed("0.19.2", ParallelSizes(), "the CPU", dtype, answers or {0: (ANSWER,)}, reference)
         monkeypatch.setattr(behaviour, "run_megatron_logits", lambda subject, prompts, dtype: run)
@@ -112,18 +105,18 @@ def verdict(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> Verdict:
         ("float32", math.nan, False),
     ],
 )
-def test_megatron_is_within_the_noise_of_the_dtype(verdict: Verdict, dtype: str, by: float, passes: bool) -> None:
+def test_megatron_is_within_the_noise_of_the_dtype(verdict, dtype, by, passes):
     outcome = verdict(by, dtype=dtype)
     assert [(one.code, one.severity, one.rank) for one in outcome.findings] == [("CK606", "error", None)] * (not passes)
     assert outcome.checks[0].status == ("passed" if passes else "failed")
 
 
-def test_a_rank_that_alone_answers_otherwise_is_named(verdict: Verdict) -> None:
+def test_a_rank_that_alone_answers_otherwise_is_named(verdict):
     (finding,) = verdict(0.0, {0: (ANSWER,), 1: tuple(moved(0.5))}).findings
     assert (finding.rank, finding.actual) == ("rank 1", text_with("0.5"))
 
 
-def test_answers_of_megatron_that_are_no_numbers_fail(verdict: Verdict) -> None:
+def test_answers_of_megatron_that_are_no_numbers_fail(verdict):
     (finding,) = verdict(None, {0: (replace(ANSWER, tokens=[math.nan, -1.0]),)}).findings
     assert finding.actual == text_with("1 2")
 
@@ -139,19 +132,19 @@ NOT_COMPUTED = {
 }
 
 
-def test_models_whose_layers_are_not_megatrons_own_are_not_compared() -> None:
+def test_models_whose_layers_are_not_megatrons_own_are_not_compared():
     found = {name: megatron_run._not_computed(dims_of(config_of(case))) for name, case in CASES.items()}
     assert {name for name, reason in found.items() if reason} == NOT_COMPUTED.keys()
     assert all(str(found[name]).startswith(start) for name, start in NOT_COMPUTED.items())
 
 
-def test_a_model_that_is_not_compared_is_inconclusive(converted: PathOf) -> None:
+def test_a_model_that_is_not_compared_is_inconclusive(converted):
     outcome = judged(Subject(converted("minimax_m2"), None, options=VerifyOptions(against=ASKED)))
     assert (outcome.findings, outcome.checks[0].status) == ([], "skipped")
     assert NOT_COMPUTED["minimax_m2"] in outcome.reasons[0]
 
 
-def test_a_load_that_failed_leaves_logits_out(converted: PathOf) -> None:
+def test_a_load_that_failed_leaves_logits_out(converted):
     subject = Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED))
     outcome = judged(subject, {0: "KeyError: a key"})
     assert (outcome.checks[0].status, outcome.checks[0].reason) == ("skipped", text_with("CK401"))

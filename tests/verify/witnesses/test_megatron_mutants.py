@@ -7,25 +7,23 @@ from pathlib import Path
 import pytest
 from mutations import ranks
 from mutations.edits import edit_stored
-from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def found(subject: Subject) -> list[Finding]:
+def found(subject):
     """The findings of CK402; the other checks of Megatron have none."""
     assert [finding for check in (strict_load, all_layers) for finding in check(subject, Tally())] == []
     return list(right_slices(subject, Tally()))
 
 
-def test_pipeline_stages_that_were_swapped(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
+def test_pipeline_stages_that_were_swapped(converted, releases, copy_of):
     broken = copy_of(converted("qwen2-untied"))
     ranks.layers_of(lambda layer: (layer + 6) % 12)(broken, "")
     (finding,) = found(Subject(broken, releases("qwen2-untied"), options=VerifyOptions(pp=2)))
@@ -35,7 +33,7 @@ def test_pipeline_stages_that_were_swapped(converted: PathOf, releases: PathOf, 
 
 
 @pytest.fixture(scope="module")
-def faults(converted: PathOf, releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Finding]:
+def faults(converted, releases, tmp_path_factory):
     """One load at TP2 PP2 EP2 of a copy with five faults: the findings by tensor."""
     broken = Path(shutil.copytree(converted("glm4_moe"), tmp_path_factory.mktemp("faults") / "broken"))
     # The layers after 7 of stage 1 (6 to 11), each with the values of the next.
@@ -48,13 +46,13 @@ def faults(converted: PathOf, releases: PathOf, tmp_path_factory: pytest.TempPat
     return {finding.tensor: finding for finding in findings}
 
 
-def test_layers_shifted_inside_a_stage(faults: dict[str | None, Finding]) -> None:
+def test_layers_shifted_inside_a_stage(faults):
     (shifted,) = [finding for tensor, finding in faults.items() if "{8..10}" in str(tensor)]
     assert shifted.actual == (text_with("{8..10} 8 9 9 10 10 8 1 {6..11}"))
     assert shifted.rank == "ranks 2..3"
 
 
-def test_faults_of_one_rank_are_named_with_the_rank(faults: dict[str | None, Finding]) -> None:
+def test_faults_of_one_rank_are_named_with_the_rank(faults):
     local = faults[
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc1.weight, "
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc2.weight"

@@ -1,18 +1,14 @@
 """`--trainer-loader`: Megatron-LM's own `load_checkpoint` in place of megatron-core's loader."""
 
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
 from support.megatron_layouts import CHECKS, judge
 from support.messages import text_with
 
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import MegatronOptions, VerifyOptions
@@ -27,23 +23,23 @@ needs_loader = pytest.mark.skipif(
 
 
 @pytest.fixture
-def root(fresh_megatron: PathOf) -> Path:
+def root(fresh_megatron):
     return fresh_megatron("qwen2-untied")
 
 
-def subject_of(path: Path, source: Path | None = None, *, ranks: tuple[int, ...] = (), **sizes: Any) -> Subject:
+def subject_of(path, source=None, *, ranks=(), **sizes):
     launch = MegatronOptions(ranks=ranks, trainer_loader=True)
     return Subject(path, source, options=VerifyOptions(**sizes, megatron=launch, against=frozenset({"megatron"})))
 
 
-def found(path: Path) -> list[Finding]:
+def found(path):
     """What CK401 finds; the other checks cannot say anything where no rank loaded."""
     return list(CHECKS["CK401"](subject_of(path), Tally()))
 
 
 @needs_loader
 @pytest.mark.usefixtures("served")
-def test_two_ranks_hold_their_slices(converted: PathOf, releases: PathOf) -> None:
+def test_two_ranks_hold_their_slices(converted, releases):
     findings, tallies = judge(subject_of(converted("qwen2-untied"), releases("qwen2-untied"), tp=2))
     assert findings == []
     (fact,) = tallies["CK401"].facts["megatron"]
@@ -55,7 +51,7 @@ def test_two_ranks_hold_their_slices(converted: PathOf, releases: PathOf) -> Non
 
 @needs_loader
 @pytest.mark.usefixtures("served")
-def test_stored_arguments_that_differ_are_refused_in_megatrons_words(root: Path) -> None:
+def test_stored_arguments_that_differ_are_refused_in_megatrons_words(root):
     file = root / "release" / "common.pt"
     common = torch.load(file, weights_only=False)
     common["args"].num_attention_heads = 5
@@ -66,7 +62,7 @@ def test_stored_arguments_that_differ_are_refused_in_megatrons_words(root: Path)
 
 @needs_loader
 @pytest.mark.usefixtures("served")
-def test_key_that_megatron_asks_for_is_named(root: Path) -> None:
+def test_key_that_megatron_asks_for_is_named(root):
     name = "decoder.layers.3.mlp.linear_fc2.weight"
     models.edit_metadata(root / "release", lambda metadata: metadata.state_dict_metadata.pop(name))
     (finding,) = found(root)
@@ -75,7 +71,7 @@ def test_key_that_megatron_asks_for_is_named(root: Path) -> None:
 
 @needs_loader
 @pytest.mark.parametrize(("said", "words"), [(None, "Megatron-LM"), ("20", "20 Megatron-LM iter_0000020")])
-def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root: Path, said: str | None, words: str) -> None:
+def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root, said, words):
     (root / TRACKER).unlink()
     if said:
         (root / TRACKER).write_text(said)
@@ -83,7 +79,7 @@ def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root: Path, said
     assert finding.actual == text_with(words)
 
 
-def test_without_the_training_package_nothing_is_said(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_training_package_nothing_is_said(converted, monkeypatch):
     missing = "megatron.training"
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None if name == missing else find_spec("json"))
     with pytest.raises(CannotCheck, match=r"megatron\.training.*megatron-core"):
@@ -94,6 +90,6 @@ def test_without_the_training_package_nothing_is_said(converted: PathOf, monkeyp
 @pytest.mark.parametrize(
     ("how", "words"), [({"pp": 2, "vpp": 2}, "TP1 PP2 VPP2"), ({"tp": 2, "ranks": (0,)}, "--ranks")]
 )
-def test_layout_that_the_loader_is_not_run_in_is_no_verdict(converted: PathOf, how: dict[str, Any], words: str) -> None:
+def test_layout_that_the_loader_is_not_run_in_is_no_verdict(converted, how, words):
     with pytest.raises(CannotCheck, match=words):
         run_megatron(subject_of(converted("qwen2-untied"), **how))

@@ -3,9 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ NEEDS_SMOLLM = pytest.mark.skipif(
 )
 
 
-def recorded(bits: Sequence[float], structure: float = TRAINED) -> Reference:
+def recorded(bits, structure=TRAINED):
     """What transformers would report of a model that needs so many bits a byte."""
     losses = [one * math.log(2) * len(text.encode()) for one, text in zip(bits, TEXTS, strict=True)]
     return Reference("float32", [], [], predicted=Predicted([*losses, *losses], structure))
@@ -46,10 +45,10 @@ Judge = Callable[..., Outcome]
 
 
 @pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Judge:
+def judge(monkeypatch, tmp_path):
     """`judge(reference)`: CK607 alone, with this report; `engine`: of an engine that agrees with transformers."""
 
-    def of(reference: Reference, path: Path = tmp_path, *, engine: bool = False) -> Outcome:
+    def of(reference, path=tmp_path, *, engine=False):
         run = "run_engine_reference" if engine else "run_prediction"
         monkeypatch.setattr(behaviour, run, lambda subject: reference)
         options = VerifyOptions(against=LOGITS | {"engine"} if engine else LOGITS)
@@ -58,7 +57,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Judge:
     return of
 
 
-def test_a_model_that_predicts_one_text_well_passes(judge: Judge) -> None:
+def test_a_model_that_predicts_one_text_well_passes(judge):
     outcome = judge(recorded(SOUND))
     assert (outcome.findings, outcome.checks[0].status, outcome.reasons) == ([], "passed", [])
     assert outcome.facts["bits a byte of fixed texts"] == [text_with("0.89 0.23 2.37")]
@@ -68,18 +67,18 @@ def test_a_model_that_predicts_one_text_well_passes(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("bits", "severity"), [(BROKEN, "error"), ([math.nan] * 3, "error"), ([1.61, 1.96, 5.18], "warning")]
 )
-def test_a_model_that_does_not_predict_text_is_found(bits: Sequence[float], severity: str, judge: Judge) -> None:
+def test_a_model_that_does_not_predict_text_is_found(bits, severity, judge):
     (finding,) = judge(recorded(bits)).findings
     assert (finding.code, finding.severity) == ("CK607", severity)
 
 
-def test_the_better_of_a_text_with_and_without_its_first_token_counts() -> None:
+def test_the_better_of_a_text_with_and_without_its_first_token_counts():
     sizes = [len(text.encode()) * math.log(2) for text in TEXTS]
     for losses in ([*sizes, *(2 * one for one in sizes)], [*(2 * one for one in sizes), *sizes]):
         assert bits_a_byte(Predicted(losses, TRAINED)) == pytest.approx([1.0, 1.0, 1.0])
 
 
-def test_texts_are_given_as_the_tokenizer_has_them(tmp_path: Path) -> None:
+def test_texts_are_given_as_the_tokenizer_has_them(tmp_path):
     path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
     config = json.loads((path / "config.json").read_text())
     ids = texts_of(tokenizer_of(path), config)
@@ -87,7 +86,7 @@ def test_texts_are_given_as_the_tokenizer_has_them(tmp_path: Path) -> None:
     assert list(ids) == [*plain, *([1, *one] for one in plain)]
 
 
-def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
+def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(CannotCheck, match=r"tokenizer\.json.*\(.*\)"):
         tokenizer_of(tmp_path)
@@ -98,7 +97,7 @@ def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
         texts_of(tokenizer_of(path), {"vocab_size": 100})
 
 
-def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
+def test_losses_are_those_of_transformers(tmp_path):
     path = structured.save(structured.structured(), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     text = list(range(3, 40))
@@ -109,7 +108,7 @@ def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
     assert found.structure > 6
 
 
-def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_path: Path) -> None:
+def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_path):
     """The weights were never trained on text, though they look so: what a fault in every layer leaves."""
     path = structured.save(structured.structured(), tmp_path, tokenizer=True)
     run = CliRunner().invoke(cli, ["verify", str(path), "--logits", "--json"])
@@ -119,13 +118,13 @@ def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_
 
 
 @pytest.mark.usefixtures("in_process")
-def test_real_transformers_do_not_judge_random_weights(tmp_path: Path) -> None:
+def test_real_transformers_do_not_judge_random_weights(tmp_path):
     report = verify(structured.save(structured.unstructured(), tmp_path, tokenizer=True), against=LOGITS)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any("untrained" in reason for reason in report.reasons), report.reasons
 
 
-def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(reference_run, "free_memory", lambda: 1 << 20)
     path = structured.save(structured.structured(), tmp_path, tokenizer=True)
     report = verify(path, against=LOGITS)
@@ -134,7 +133,7 @@ def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, m
     assert re.search(r"11\.\d+ MB.* 1\.05 MB", reason)  # 4.8 million numbers of two bytes, and a fifth more
 
 
-def test_an_engine_that_agrees_on_garbage_fails(judge: Judge, tmp_path: Path) -> None:
+def test_an_engine_that_agrees_on_garbage_fails(judge, tmp_path):
     path = structured.save(structured.structured(), tmp_path)
     (path / "tokenizer.json").touch()
     (finding,) = judge(recorded(BROKEN), path, engine=True).findings
@@ -146,7 +145,7 @@ def test_an_engine_that_agrees_on_garbage_fails(judge: Judge, tmp_path: Path) ->
 
 @NEEDS_SMOLLM
 @pytest.mark.usefixtures("in_process")
-def test_a_trained_model_predicts_text(tmp_path: Path) -> None:
+def test_a_trained_model_predicts_text(tmp_path):
     report = verify(trained.save(trained.dense(), tmp_path / "sound", "dense"), against=LOGITS)
     assert (report.status, report.findings, report.reasons) == ("passed", [], [])
 
@@ -154,7 +153,7 @@ def test_a_trained_model_predicts_text(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @NEEDS_SMOLLM
 @pytest.mark.usefixtures("in_process")
-def test_a_trained_model_with_norms_less_one_does_not_predict_text(tmp_path: Path) -> None:
+def test_a_trained_model_with_norms_less_one_does_not_predict_text(tmp_path):
     tensors = trained.dense()
     less = {name: one - 1 if "layernorm" in name else one for name, one in tensors.items()}
     report = verify(trained.save(less, tmp_path / "broken", "dense"), against=LOGITS)

@@ -1,8 +1,7 @@
 """Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from support import models
 from support.messages import text_with
 from support.quantized import fp8_blocks as quantized_blocks
 from support.quantized import int4
-from torch import Tensor, nn
+from torch import nn
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.examine import examine
@@ -35,23 +34,23 @@ Change = Callable[[nn.Module], None]
 PAIR = [("weight", "weight_scale_inv")]
 
 
-def module(**parameters: Tensor) -> nn.Module:
+def module(**parameters):
     found = nn.Module()
     for name, tensor in parameters.items():
         found.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return found
 
 
-def weight(rows: int, columns: int) -> Tensor:
+def weight(rows, columns):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16() / 50
 
 
-def in_fp8() -> nn.Module:
+def in_fp8():
     parts, _ = quantized_blocks(*BLOCK)(weight(40, 48))
     return module(weight=parts[""], weight_scale_inv=parts["_scale_inv"])
 
 
-def power_of_two(layer: nn.Module, factor: float = 1.0) -> None:
+def power_of_two(layer, factor=1.0):
     """Rounds to the smallest power of two that holds each block, times `factor`: block by block, in float64."""
     codes, scales = layer.weight.data.double(), layer.weight_scale_inv.data
     for down in range(scales.shape[0]):
@@ -63,7 +62,7 @@ def power_of_two(layer: nn.Module, factor: float = 1.0) -> None:
             scales[down, right] = scale
 
 
-def test_fp8_blocks_as_loaded_or_rounded_to_powers_of_two_pass() -> None:
+def test_fp8_blocks_as_loaded_or_rounded_to_powers_of_two_pass():
     layer = in_fp8()
     _, compare = fp8_blocks(BLOCK, PAIR)(layer)
     assert compare() == LayerOutcome()
@@ -74,19 +73,19 @@ def test_fp8_blocks_as_loaded_or_rounded_to_powers_of_two_pass() -> None:
     assert 0 < outcome.requantized["weight"] <= 1 / 16
 
 
-def lost_code(layer: nn.Module) -> None:
+def lost_code(layer):
     layer.weight.data[3, 4] = 0
 
 
-def next_scale(layer: nn.Module) -> None:
+def next_scale(layer):
     layer.weight_scale_inv.data.view(torch.int32)[1, 2] += 1
 
 
-def coarse(layer: nn.Module) -> None:
+def coarse(layer):
     power_of_two(layer, 4.0)
 
 
-def clipped(layer: nn.Module) -> None:
+def clipped(layer):
     power_of_two(layer, 0.25)
 
 
@@ -94,7 +93,7 @@ def clipped(layer: nn.Module) -> None:
     ("change", "count", "first"),
     [(lost_code, 1, "[3, 4]"), (next_scale, 256, "[16, 32]"), (coarse, 1920, "[0, 0]"), (clipped, 1920, "[0, 0]")],
 )
-def test_fp8_blocks_of_other_values_are_named(change: Change, count: int, first: str) -> None:
+def test_fp8_blocks_of_other_values_are_named(change, count, first):
     layer = in_fp8()
     _, compare = fp8_blocks(BLOCK, PAIR)(layer)
     change(layer)
@@ -104,7 +103,7 @@ def test_fp8_blocks_of_other_values_are_named(change: Change, count: int, first:
     assert first in difference
 
 
-def packed(symmetric: bool = True) -> tuple[nn.Module, Tensor]:
+def packed(symmetric=True):
     """A layer in INT4 groups of 32, by compressed-tensors itself, and what it stands for."""
     parts, meant = int4(strategy="group", group_size=32, symmetric=symmetric)(weight(64, 128))
     names = {"_packed": "weight_packed", "_scale": "weight_scale", "_zero_point": "weight_zero_point"}
@@ -112,7 +111,7 @@ def packed(symmetric: bool = True) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize(("symmetric", "fault"), [(True, None), (False, None), (False, "a step"), (True, "nan")])
-def test_a_layer_is_compared_by_its_products(symmetric: bool, fault: str | None) -> None:
+def test_a_layer_is_compared_by_its_products(symmetric, fault):
     layer, meant = packed(symmetric)
     held = meant.clone()
     if fault:
@@ -123,7 +122,7 @@ def test_a_layer_is_compared_by_its_products(symmetric: bool, fault: str | None)
 
 
 @pytest.mark.parametrize("form", ["plain", "int4", "fp8"])
-def test_what_latent_attention_absorbs_is_compared(form: str) -> None:
+def test_what_latent_attention_absorbs_is_compared(form):
     layer, meant = module(weight=weight(64, 128)), weight(64, 128)
     if form == "int4":
         layer, meant = packed()
@@ -142,20 +141,20 @@ def test_what_latent_attention_absorbs_is_compared(form: str) -> None:
     assert compare().differences == {"W_UK_T": text_with("1 [1"), "W_UV": text_with("1 [1")}
 
 
-def padded(layer: nn.Module) -> None:
+def padded(layer):
     layer.weight_scale = nn.Parameter(nn.functional.pad(layer.weight_scale.data, (0, 64)), requires_grad=False)
 
 
-def padded_with_a_number(layer: nn.Module) -> None:
+def padded_with_a_number(layer):
     padded(layer)
     layer.weight_scale.data[0, 70] = 1
 
 
-def next_bit(layer: nn.Module) -> None:
+def next_bit(layer):
     layer.weight_scale.data.view(torch.int16)[3, 5] += 1
 
 
-def taken_away(layer: nn.Module) -> None:
+def taken_away(layer):
     del layer.weight_scale
 
 
@@ -168,7 +167,7 @@ def taken_away(layer: nn.Module) -> None:
         (taken_away, "removed"),
     ],
 )
-def test_marlins_layout_is_compared_bit_by_bit_with_its_padding(change: Change, words: str | None) -> None:
+def test_marlins_layout_is_compared_bit_by_bit_with_its_padding(change, words):
     """As an engine repacks into it, with sizes that are whole tiles."""
     layer, _ = packed()
     layer.weight_scale.data = layer.weight_scale.data.bfloat16()
@@ -180,7 +179,7 @@ def test_marlins_layout_is_compared_bit_by_bit_with_its_padding(change: Change, 
     assert compare().differences == ({"weight_scale": text_with(words)} if words else {})
 
 
-def test_gate_and_up_in_the_other_order() -> None:
+def test_gate_and_up_in_the_other_order():
     layer = module(w13_weight=torch.randn(2, 8, 3))
     _, compare = reordered({"w13_weight": swapped_halves})(layer)
     loaded = layer.w13_weight.data.clone()
@@ -190,7 +189,7 @@ def test_gate_and_up_in_the_other_order() -> None:
     assert list(compare().differences) == ["w13_weight[1]"]
 
 
-def test_layouts_that_judge_nothing() -> None:
+def test_layouts_that_judge_nothing():
     params, compare = unknown_layout("Humming")(nn.Module())
     assert (params, compare().unknown) == ((), text_with("Humming"))
     assert not_kept(["k_scale"])(nn.Module())[1]() == LayerOutcome()
@@ -202,12 +201,12 @@ def test_layouts_that_judge_nothing() -> None:
     assert compare().unknown == text_with("weight_scale_inv layout")
 
 
-def test_sglang_fp8_layers_are_compared_by_value_where_their_blocks_are_known() -> None:
+def test_sglang_fp8_layers_are_compared_by_value_where_their_blocks_are_known():
     layer = in_fp8()
     found = adapter.layout(layer)
     assert found is not None
     assert found(layer)[0] == ()
-    layer.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))  # type: ignore[assignment]
+    layer.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))
     found = adapter.layout(layer)
     assert found is not None
     _, compare = found(layer)
@@ -217,7 +216,7 @@ def test_sglang_fp8_layers_are_compared_by_value_where_their_blocks_are_known() 
     assert len(compare().differences) == 1
 
 
-def test_the_largest_change_of_all_ranks_is_told() -> None:
+def test_the_largest_change_of_all_ranks_is_told():
     reports = [
         LoadReport("0", "m", "cuda", "bfloat16", repacked=(), requantized={"a": change, f"{rank}": 0.01})
         for rank, change in enumerate((0.02, 0.03))
@@ -229,41 +228,41 @@ def test_the_largest_change_of_all_ranks_is_told() -> None:
 class Model(nn.Module):
     """Two layers and a norm, which has no method; `head` is the first layer's weight once more."""
 
-    def __init__(self, change: Change, of_head: Change) -> None:
+    def __init__(self, change, of_head):
         super().__init__()
         self.one, self.two = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
         self.norm, self.head = nn.LayerNorm(6, bias=False), nn.Linear(6, 4, bias=False)
         self.head.weight = self.one.weight
         for layer, after in ((self.one, nothing), (self.two, change), (self.head, of_head)):
-            layer.quant_method = SimpleNamespace(process_weights_after_loading=after)  # type: ignore[assignment]
+            layer.quant_method = SimpleNamespace(process_weights_after_loading=after)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights):
         for name, tensor in weights:
             self.get_parameter(name).data.copy_(tensor)
 
 
-def nothing(layer: nn.Module) -> None:
+def nothing(layer):
     """Leaves the layer as it is."""
 
 
-def the_same(layer: nn.Module) -> None:
+def the_same(layer):
     """A parameter of its own with the same bits."""
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
-def in_place(layer: nn.Module) -> None:
+def in_place(layer):
     layer.weight.data[2, 3] = 7.0
 
 
-def transposed(layer: nn.Module) -> None:
+def transposed(layer):
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
 
 
-def cast(layer: nn.Module) -> None:
+def cast(layer):
     layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
 
 
-def deleted(layer: nn.Module) -> None:
+def deleted(layer):
     del layer.weight
 
 
@@ -279,9 +278,7 @@ def deleted(layer: nn.Module) -> None:
         (nothing, in_place, ["one.weight"], "1 24"),  # a weight that two layers share
     ],
 )
-def test_what_changed_after_loading_is_named_once(
-    change: Change, of_head: Change, named: list[str], words: str, tmp_path: Path
-) -> None:
+def test_what_changed_after_loading_is_named_once(change, of_head, named, words, tmp_path):
     tensors = {"one.weight": torch.randn(4, 6), "two.weight": torch.randn(4, 6), "norm.weight": torch.randn(6)}
     config = models.configs()["qwen2-tied"].to_dict()
     build = ModelBuild(tmp_path, tmp_path, config, reference=lambda: iter(tensors.items()))

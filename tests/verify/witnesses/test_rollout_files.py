@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.witnesses.rollouts.recorded import read_recording
 
 
-def sample(**fields: Any) -> Sample:
+def sample(**fields):
     return Sample(**{"tokens": [5, 6, 7], "response_length": 2, "rollout_log_probs": [-1.0, -2.0], **fields})
 
 
-def test_fields_of_a_sample_are_read(tmp_path: Path) -> None:
+def test_fields_of_a_sample_are_read(tmp_path):
     given = sample(prompt="a", weight_versions=["1", 2], loss_mask=[1, 0], metadata={"temperature": 0})
     tensors = sample(tokens=torch.tensor([4, 5, 6, 7])[1:], rollout_log_probs=torch.tensor([-1.0, -2.0]))
     found, of_tensors = read_recording(write(tmp_path / "a.pt", [given, tensors])).samples
@@ -34,17 +33,15 @@ def test_fields_of_a_sample_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_classes_that_slime_and_miles_save_stay_inert(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: int
-) -> None:
+def test_classes_that_slime_and_miles_save_stay_inert(monkeypatch, tmp_path, protocol):
     class Status(enum.Enum):
         COMPLETED = "completed"
 
     class AdapterRef:
-        def __init__(self) -> None:
+        def __init__(self):
             self.name = "adapter"
 
-    types: Any = ModuleType("miles.utils.types")
+    types = ModuleType("miles.utils.types")
     types.Sample, types.AdapterRef = type("Sample", (), {"Status": Status}), AdapterRef
     for one, name in ((types.Sample, "Sample"), (Status, "Sample.Status"), (AdapterRef, "AdapterRef")):
         one.__module__, one.__qualname__ = "miles.utils.types", name
@@ -66,10 +63,10 @@ def test_classes_that_slime_and_miles_save_stay_inert(
 
 
 class Call:
-    def __init__(self, function: Any, *arguments: Any) -> None:
+    def __init__(self, function, *arguments):
         self.call = function, arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
@@ -82,9 +79,7 @@ class Call:
         (Path("a"), "pathlib.PosixPath"),
     ],
 )
-def test_other_classes_and_functions_are_refused_and_never_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Any, kind: str
-) -> None:
+def test_other_classes_and_functions_are_refused_and_never_run(monkeypatch, tmp_path, call, kind):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptkitError, match=kind):
         read_recording(write(tmp_path / "a.pt", [sample(metadata={"x": call})]))
@@ -104,27 +99,27 @@ def test_other_classes_and_functions_are_refused_and_never_run(
         ({"tokens": torch.zeros(1, 3, dtype=torch.long)}, "numbers"),
     ],
 )
-def test_samples_whose_lists_do_not_match_are_errors(tmp_path: Path, fields: Any, message: str) -> None:
+def test_samples_whose_lists_do_not_match_are_errors(tmp_path, fields, message):
     with pytest.raises(CkptkitError) as error:
         read_recording(write(tmp_path / "a.pt", [sample(**fields)]))
     assert error.value.message == text_with(message)
 
 
 @pytest.mark.parametrize("content", [{"rollout_id": 1, "samples": []}, {"rollout_id": 1}, {"samples": ["text"]}, [1]])
-def test_files_without_samples_are_errors(tmp_path: Path, content: Any) -> None:
+def test_files_without_samples_are_errors(tmp_path, content):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(CkptkitError, match="samples"):
         read_recording(tmp_path / "a.pt")
 
 
-def test_files_that_torch_did_not_write_are_errors(tmp_path: Path) -> None:
+def test_files_that_torch_did_not_write_are_errors(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"text")
     for name in ("a.pt", "b.pt"):
         with pytest.raises(CkptkitError, match=name):
             read_recording(tmp_path / name)
 
 
-def test_prompts_that_are_no_plain_data_are_left_out(tmp_path: Path) -> None:
+def test_prompts_that_are_no_plain_data_are_left_out(tmp_path):
     odd = [{"role": "user", "content": torch.zeros(1)}]
     every = [sample(prompt=odd), sample(prompt=[{"role": "user", "content": "a"}]), sample(prompt="")]
     found = read_recording(write(tmp_path / "a.pt", every)).samples

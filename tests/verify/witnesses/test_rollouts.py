@@ -3,15 +3,13 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from support import models
-from support.fixture_types import RunAlone
 from support.messages import text_with
 from support.rollout_files import BYTES, COUNT, PROMPT, RESPONSE, Sample, ids_of, log_probs_of, samples, write
 
@@ -30,8 +28,8 @@ from ckptkit.verify.witnesses.rollouts.run import parts_of
 
 
 @pytest.fixture
-def judge(alone: RunAlone, in_process: None, tmp_path: Path, recorded: Any) -> Callable[..., Any]:
-    def one(given: Sequence[Sample], **how: Any) -> tuple[str, str, list[Finding]]:
+def judge(alone, in_process, tmp_path, recorded):
+    def one(given, **how):
         file = how.pop("rollout_data", None) or write(tmp_path / "rollout.pt", given)
         how = {"rollout_temperature": 1.0, **how}
         result, findings = alone("CK602", how.pop("path", recorded.path), rollout_data=file, **how)
@@ -41,13 +39,13 @@ def judge(alone: RunAlone, in_process: None, tmp_path: Path, recorded: Any) -> C
     return one
 
 
-def test_gap_and_estimates_of_the_divergence_are_as_worked_out_by_hand() -> None:
+def test_gap_and_estimates_of_the_divergence_are_as_worked_out_by_hand():
     found = gap([[-1.0, -9.0], [-2.0]], [[-1.5, 0.0], [-1.0]], [[True, False], [True]])
     assert (found.tokens, found.mean, found.largest) == (2, 0.75, 1.0)
     assert found.k3 == pytest.approx(((math.exp(-0.5) - 1 + 0.5) + (math.exp(1) - 1 - 1)) / 2)
 
 
-def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> None:
+def test_command_line_passes_a_sound_rollout(recorded, tmp_path):
     given = samples(recorded.tokens, log_probs_of(recorded.path, recorded.tokens, 0.7))
     options = ["--rollout-data", str(write(tmp_path / "rollout.pt", given)), "--rollout-temperature", "0.7"]
     run = CliRunner().invoke(cli, ["verify", str(recorded.path), "--json", *options])
@@ -59,21 +57,21 @@ def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> N
     assert report["facts"]["log-probabilities of the rollout"][0] == text_with("float32 96 4 mean")
 
 
-def scaled(path: Path, target: Path, layer: int, factor: float) -> Path:
+def scaled(path, target, layer, factor):
     shutil.copytree(path, target)
     name = f"model.layers.{layer}.mlp.down_proj.weight"
     models.edit(target, name, models.tensors(path)[name] * factor)
     return target
 
 
-def test_rollout_of_another_checkpoint_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
+def test_rollout_of_another_checkpoint_fails(judge, recorded, tmp_path):
     status, _, (finding,) = judge(recorded.samples(), path=scaled(recorded.path, tmp_path / "other", 11, -1.0))
     assert (status, finding.code, finding.severity) == ("failed", "CK602", "error")
     assert "version 3" in finding.hint
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_log_probabilities_shifted_by_one_token_fail(judge: Any, recorded: Any, shift: int) -> None:
+def test_log_probabilities_shifted_by_one_token_fail(judge, recorded, shift):
     given = recorded.samples()
     for one, every in zip(given, recorded.log_probs, strict=True):
         every = [-3.0, *every, -3.0]  # of the tokens next to the response's ends
@@ -83,7 +81,7 @@ def test_log_probabilities_shifted_by_one_token_fail(judge: Any, recorded: Any, 
     assert (status, finding.severity) == ("failed", "error")
 
 
-def test_the_temperature_is_given_or_in_the_file(judge: Any, recorded: Any) -> None:
+def test_the_temperature_is_given_or_in_the_file(judge, recorded):
     cooler = log_probs_of(recorded.path, recorded.tokens, 0.7)
     given = samples(recorded.tokens, cooler)
     status, reason, findings = judge(given, rollout_temperature=None)
@@ -97,7 +95,7 @@ def test_the_temperature_is_given_or_in_the_file(judge: Any, recorded: Any) -> N
         assert judge(recorded.samples(metadata=metadata), rollout_temperature=None)[0] == "failed"
 
 
-def test_what_no_model_can_have_computed_fails(judge: Any, recorded: Any) -> None:
+def test_what_no_model_can_have_computed_fails(judge, recorded):
     given = recorded.samples()
     given[2].rollout_log_probs[5:8] = [math.nan, -math.inf, 0.5]
     _, _, (finding,) = judge(given)
@@ -108,7 +106,7 @@ def test_what_no_model_can_have_computed_fails(judge: Any, recorded: Any) -> Non
     assert (finding.actual, finding.expected) == (text_with("352 1"), text_with("352 vocabulary"))
 
 
-def far_off(given: Sequence[Sample], **fields: Any) -> Sequence[Sample]:
+def far_off(given, **fields):
     """The samples with log-probabilities that are nobody's, and these fields."""
     for one in given:
         one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
@@ -126,15 +124,13 @@ def far_off(given: Sequence[Sample], **fields: Any) -> Sequence[Sample]:
         ({}, 1, "24 tokens"),
     ],
 )
-def test_a_gap_that_the_weights_need_not_explain_is_inconclusive(
-    judge: Any, recorded: Any, fields: dict[str, Any], count: int, words: str
-) -> None:
+def test_a_gap_that_the_weights_need_not_explain_is_inconclusive(judge, recorded, fields, count, words):
     status, reason, findings = judge(far_off(recorded.samples()[:count], **fields))
     assert (status, findings) == ("skipped", [])
     assert reason == text_with(words)
 
 
-def test_versions_tools_and_images_of_sound_samples_pass(judge: Any, recorded: Any) -> None:
+def test_versions_tools_and_images_of_sound_samples_pass(judge, recorded):
     """Tokens of tools do not count, and samples with images are left out."""
     given = recorded.samples()
     given[0].weight_versions = ["3", "4"]
@@ -153,8 +149,8 @@ def test_versions_tools_and_images_of_sound_samples_pass(judge: Any, recorded: A
     ("method", "words"), [("compressed-tensors", "its HF directory is quantized"), ("fp8", "rounds activations")]
 )
 def test_a_format_whose_noise_is_not_that_of_the_weights_is_inconclusive(
-    judge: Any, recorded: Any, tmp_path: Path, edit_json: Any, method: str, words: str
-) -> None:
+    judge, recorded, tmp_path, edit_json, method, words
+):
     """Megatron's weights beside a quantized config, and a config of FP8."""
     path = home = tmp_path / "checkpoint"
     if method == "fp8":
@@ -168,7 +164,7 @@ def test_a_format_whose_noise_is_not_that_of_the_weights_is_inconclusive(
     assert words in reason
 
 
-def test_one_sample_of_other_weights_is_named(judge: Any, recorded: Any) -> None:
+def test_one_sample_of_other_weights_is_named(judge, recorded):
     given = recorded.samples()
     given[3].loss_mask = [1] * 8 + [0] * 16
     given[3].rollout_log_probs = [value - 0.25 for value in given[3].rollout_log_probs]
@@ -181,12 +177,12 @@ def test_one_sample_of_other_weights_is_named(judge: Any, recorded: Any) -> None
     assert reason == text_with("sample 3")
 
 
-def test_checkpoint_that_computes_no_numbers_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
+def test_checkpoint_that_computes_no_numbers_fails(judge, recorded, tmp_path):
     _, _, (finding,) = judge(recorded.samples(), path=scaled(recorded.path, tmp_path / "broken", 3, math.nan))
     assert finding.actual == text_with("nan")
 
 
-def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any, tmp_path: Path) -> None:
+def test_gap_that_the_guides_call_jitter_is_a_warning(judge, recorded, tmp_path):
     models.save("qwen2-untied", tmp_path / "flat")  # logits so small that bfloat16 hardly rounds them
     log_probs = [[value - 0.012 for value in one] for one in log_probs_of(tmp_path / "flat", recorded.tokens)]
     status, _, (finding,) = judge(samples(recorded.tokens, log_probs), path=tmp_path / "flat")
@@ -194,9 +190,7 @@ def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any,
     assert finding.hint == text_with("KL 0.0001")
 
 
-def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(
-    judge: Any, recorded: Any, tmp_path: Path
-) -> None:
+def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(judge, recorded, tmp_path):
     int4 = tmp_path / "int4"
     quantize(recorded.path, int4, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
     # Here transformers unpacks the weights by itself, with compressed-tensors.
@@ -205,12 +199,12 @@ def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(
     assert judge(recorded.samples(), path=int4)[0] == "failed"
 
 
-def test_megatron_checkpoint_is_judged_through_its_hf_view(judge: Any, recorded: Any, tmp_path: Path) -> None:
+def test_megatron_checkpoint_is_judged_through_its_hf_view(judge, recorded, tmp_path):
     convert(recorded.path, tmp_path / "megatron")
     assert judge(recorded.samples(), path=tmp_path / "megatron") == ("passed", "", [])
 
 
-def trained(recorded: Any, index: int, **fields: Any) -> dict[str, Any]:
+def trained(recorded, index, **fields):
     """A sample as slime's trainer saves it, its fields in the plural."""
     row = recorded.samples()[index]
     return {
@@ -226,7 +220,7 @@ def trained(recorded: Any, index: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_trainers_file_tells_which_side_is_wrong(judge: Any, recorded: Any, tmp_path: Path) -> None:
+def test_trainers_file_tells_which_side_is_wrong(judge, recorded, tmp_path):
     rows = [trained(recorded, index) for index in range(COUNT)]
     content = {"format_version": 2, "rollout_id": 7, "rank": 0, "samples": rows, "dp_shards": [{"rank": 0}]}
     torch.save(content, tmp_path / "train.pt")
@@ -238,9 +232,7 @@ def test_trainers_file_tells_which_side_is_wrong(judge: Any, recorded: Any, tmp_
     assert finding.expected == text_with("trainer 3")
 
 
-def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
-    monkeypatch: pytest.MonkeyPatch, recorded: Any, tmp_path: Path
-) -> None:
+def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(monkeypatch, recorded, tmp_path):
     long = Sample(tokens=[5] * 300, response_length=270, rollout_log_probs=[-1.0] * 270)
     file = write(tmp_path / "long.pt", [long] * 40)
     options = VerifyOptions(rollout_data=file)
@@ -253,7 +245,7 @@ def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
     assert [part.index for part in parts_of(Subject(recorded.path, options=options))] == [0, 10, 20, 30]
 
 
-def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any, tmp_path: Path) -> None:
+def test_response_without_a_prompt_is_judged_from_its_second_token(recorded, tmp_path):
     alone = Sample(tokens=[5, 6, 7], response_length=3, rollout_log_probs=[-1.0, -2.0, -3.0])
     file = write(tmp_path / "alone.pt", [alone])
     (part,) = parts_of(Subject(recorded.path, options=VerifyOptions(rollout_data=file)))
@@ -261,7 +253,7 @@ def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any
     assert part.log_probs == {"rollout_log_probs": [-2.0, -3.0]}
 
 
-def test_columns_of_miles_trainer_are_read(recorded: Any, tmp_path: Path) -> None:
+def test_columns_of_miles_trainer_are_read(recorded, tmp_path):
     rows = [trained(recorded, index) for index in range(COUNT)]
     columns = {key: [row[key] for row in rows] for key in rows[0]} | {"raw_reward": [1.0] * 9}
     content = {"rollout_id": 7, "rank": 0, "rollout_data": columns, "cp_rank": 0, "cp_size": 1}
@@ -274,7 +266,7 @@ def test_columns_of_miles_trainer_are_read(recorded: Any, tmp_path: Path) -> Non
         read_recording(tmp_path / "train.pt")
 
 
-def test_a_rollout_file_that_is_none_ends_the_run_before_weights_are_read(recorded: Any, tmp_path: Path) -> None:
+def test_a_rollout_file_that_is_none_ends_the_run_before_weights_are_read(recorded, tmp_path):
     torch.save({"samples": []}, tmp_path / "empty.pt")
     with pytest.raises(CkptkitError, match="has no samples"):
         verify(recorded.path, rollout_data=tmp_path / "empty.pt")
@@ -289,7 +281,7 @@ ASKED = [{"role": "user", "content": "hello"}]
 RENDERED = "<bos>hello<eos>A"
 
 
-def prompted(prompt: Any, tokens: str, **fields: Any) -> Sample:
+def prompted(prompt, tokens, **fields):
     ids = [*ids_of(tokens), 9, 10]
     return Sample(prompt=prompt, tokens=ids, response_length=2, rollout_log_probs=[-1.0, -1.0], **fields)
 
@@ -298,8 +290,8 @@ Judge = Callable[..., tuple[str, str, list[Finding]]]
 
 
 @pytest.fixture
-def judge_prompts(alone: RunAlone, in_process: None, tmp_path: Path, recorded: Any) -> Judge:
-    def one(*given: Sample, path: Path = recorded.path) -> tuple[str, str, list[Finding]]:
+def judge_prompts(alone, in_process, tmp_path, recorded):
+    def one(*given, path=recorded.path):
         result, findings = alone("CK603", path, rollout_data=write(tmp_path / "rollout.pt", given))
         assert result is not None
         return result.status, result.reason or "", findings
@@ -307,7 +299,7 @@ def judge_prompts(alone: RunAlone, in_process: None, tmp_path: Path, recorded: A
     return one
 
 
-def test_text_and_messages_with_their_tokens_pass(judge_prompts: Judge) -> None:
+def test_text_and_messages_with_their_tokens_pass(judge_prompts):
     tools = [{"type": "function", "function": {"name": "add"}}]
     found = judge_prompts(
         prompted("hello", "hello"),
@@ -318,7 +310,7 @@ def test_text_and_messages_with_their_tokens_pass(judge_prompts: Judge) -> None:
     assert found == ("passed", "", [])
 
 
-def test_options_that_no_file_records_are_tried_and_named(judge_prompts: Judge) -> None:
+def test_options_that_no_file_records_are_tried_and_named(judge_prompts):
     answered = [*ASKED, {"role": "assistant", "content": "he"}]
     unfinished = prompted(ASKED, "<bos>hello<eos>")
     found = judge_prompts(prompted(ASKED, f"{RENDERED}T"), prompted(answered, "<bos>hello<eos><bos>he"), unfinished)
@@ -335,16 +327,12 @@ def test_options_that_no_file_records_are_tried_and_named(judge_prompts: Judge) 
         ([{"role": "critic", "content": "no"}], RENDERED, "critics"),  # which the template refuses
     ],
 )
-def test_a_prompt_with_other_tokens_is_named_by_the_first(
-    judge_prompts: Judge, prompt: Any, tokens: str, actual: str
-) -> None:
+def test_a_prompt_with_other_tokens_is_named_by_the_first(judge_prompts, prompt, tokens, actual):
     status, _, (finding,) = judge_prompts(prompted("hello", "hello"), prompted(prompt, tokens))
     assert (status, finding.severity, finding.actual) == ("failed", "error", text_with(actual))
 
 
-def test_without_a_template_or_a_tokenizer_it_is_inconclusive(
-    judge_prompts: Judge, recorded: Any, tmp_path: Path
-) -> None:
+def test_without_a_template_or_a_tokenizer_it_is_inconclusive(judge_prompts, recorded, tmp_path):
     path = Path(shutil.copytree(recorded.path, tmp_path / "bare"))
     (path / "chat_template.jinja").unlink()
     assert judge_prompts(prompted("hello", "hello"), path=path) == ("passed", "", [])
@@ -356,6 +344,6 @@ def test_without_a_template_or_a_tokenizer_it_is_inconclusive(
     assert (status, reason) == ("skipped", text_with("tokenizer"))
 
 
-def test_a_file_without_prompts_is_not_judged(alone: RunAlone, recorded: Any, tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_not_judged(alone, recorded, tmp_path):
     file = write(tmp_path / "rollout.pt", [prompted("", "hello")])
     assert alone("CK603", recorded.path, rollout_data=file) == (None, [])

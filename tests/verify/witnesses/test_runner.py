@@ -23,12 +23,12 @@ class Found:
     number: int
 
 
-def read(root: Path, failed: dict[int, str], ranks: int = 2) -> Answer[Found]:
+def read(root, failed, ranks=2):
     reports = {rank: root / f"report-{rank}.json" for rank in range(ranks)}
     return read_answer(Found, reports, {rank: root / f"log-{rank}" for rank in range(ranks)}, failed)
 
 
-def test_all_ranks_that_end_well_report(tmp_path: Path) -> None:
+def test_all_ranks_that_end_well_report(tmp_path):
     for rank in range(2):
         save(Found(rank), tmp_path / f"report-{rank}.json")
     answer = read(tmp_path, {})
@@ -36,14 +36,14 @@ def test_all_ranks_that_end_well_report(tmp_path: Path) -> None:
     assert (answer.report, answer.failure, answer.require("nothing was done")) == (Found(0), None, Found(0))
 
 
-def test_a_rank_that_ends_well_without_a_report_has_failed(tmp_path: Path) -> None:
+def test_a_rank_that_ends_well_without_a_report_has_failed(tmp_path):
     save(Found(0), tmp_path / "report-0.json")
     answer = read(tmp_path, {})
     assert [*answer.failures] == [1]
     assert str(answer.failure) == text_with("importing no report; nothing")
 
 
-def test_an_exception_is_told_without_how_the_process_ended(tmp_path: Path) -> None:
+def test_an_exception_is_told_without_how_the_process_ended(tmp_path):
     save(ExitReport("loading", "ValueError: no", verdict=True), exit_report_path(tmp_path / "report-0.json"))
     (tmp_path / "log-1").write_text("almost done\n")
     answer = read(tmp_path, {0: "exit code 1", 1: "killed by SIGKILL"})
@@ -63,7 +63,7 @@ LOST = [
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_a_rank_that_only_lost_another_is_left_out(lost: str, tmp_path: Path) -> None:
+def test_a_rank_that_only_lost_another_is_left_out(lost, tmp_path):
     for rank, message in enumerate((lost, "KeyError: 'key'")):
         save(ExitReport("loading", message), exit_report_path(tmp_path / f"report-{rank}.json"))
     assert [*read(tmp_path, {0: "exit code 1", 1: "exit code 1"}).failures] == [1]
@@ -73,13 +73,13 @@ def test_a_rank_that_only_lost_another_is_left_out(lost: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("verdicts", "failing_rank"), [((False, False), 0), ((False, True), 1), ((True, True), 0), ((True, False), 0)]
 )
-def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts: tuple[bool, bool], failing_rank: int) -> None:
+def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts, failing_rank):
     failures = {rank: ExitReport("loading", str(rank), verdict) for rank, verdict in enumerate(verdicts)}
     answer = Answer[Found]({}, failures)
     assert (answer.failing_rank, answer.failure) == (failing_rank, failures[failing_rank])
 
 
-def test_a_report_that_is_required_and_missing_is_inconclusive() -> None:
+def test_a_report_that_is_required_and_missing_is_inconclusive():
     answer = Answer[Found]({}, {0: ExitReport("loading", "KeyError: 'key'")})
     said = "^nothing was computed, .*: while loading: KeyError: 'key'$"
     with pytest.raises(CannotCheck, match=said):
@@ -101,7 +101,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize(("log", "words"), LOGS.items())
-def test_the_last_exception_of_a_log_or_else_its_last_lines_are_quoted(log: str, words: str, tmp_path: Path) -> None:
+def test_the_last_exception_of_a_log_or_else_its_last_lines_are_quoted(log, words, tmp_path):
     (tmp_path / "log").write_text(log)
     assert tail_of_log(tmp_path / "log") == words
 
@@ -129,7 +129,7 @@ class Outer:
     maybe: Inner | None = None
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_file_is_read_as_it_was_written(tmp_path):
     inner, places = Inner("a", (1.0, 2.5)), (Place((1, 2), True), Place((), False))
     value = Outer((inner,), {"n": [inner]}, {"p": places}, [(1, [2, 3])], [{"role": "user"}], Path("/a"))
     save(value, tmp_path / "file")
@@ -137,7 +137,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_every_engine_has_its_stage_option_and_checks() -> None:
+def test_every_engine_has_its_stage_option_and_checks():
     for engine in ENGINES:
         checks = [one for one in all_checks() if one.stage == engine.name]
         assert [one.code for one in checks] == [f"{engine.codes}{number}" for number in range(1, 9)]
@@ -156,12 +156,12 @@ def test_every_engine_has_its_stage_option_and_checks() -> None:
         ({"vllm", "engine"}, {"vllm", "engine"}, ["Megatron", "SGLang"]),
     ],
 )
-def test_updates_imply_a_live_engine_and_logits_do_not(asked: set[str], implied: set[str], unasked: list[str]) -> None:
+def test_updates_imply_a_live_engine_and_logits_do_not(asked, implied, unasked):
     found = with_implied(frozenset(asked))
     assert (found, programs_not_used(found)) == (implied, unasked)
 
 
-def test_the_engine_is_vllm_where_that_alone_is_asked() -> None:
+def test_the_engine_is_vllm_where_that_alone_is_asked():
     assert [live_engine(frozenset(one)).name for one in ({"engine"}, {"engine", "vllm"})] == ["sglang", "vllm"]
     with pytest.raises(UsageError, match="--engine"):
         VerifyOptions(against=frozenset({"update", "sglang", "vllm"}))

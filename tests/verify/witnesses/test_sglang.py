@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
-from support.sglang_runs import Case, Judged, Runs, int4_config, online_int4, refusal, reported, run_cases, written
+from support.sglang_runs import Case, int4_config, online_int4, refusal, reported, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.core.report import Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -33,12 +32,12 @@ EXPERTS = "model.layers.{0..11}.mlp.experts.{0..11}."
 ROUTER, DEAD = "mlp.gate.weight", {2: 0.0, 3: 0.5}  # layers whose routers have this number alone
 
 
-def online(root: Path, name: str, release: Path, ignore: list[str]) -> Case:
+def online(root, name, release, ignore):
     packed = online_int4(models.tensors(release), ignore, GROUP)
     return Case(written(root, name, release, packed, quantization_config=int4_config(ignore, GROUP)))
 
 
-def sound_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, Case]:
+def sound_cases(root, releases, converted):
     """BF16, INT4 with zero points of experts in SGLang's own layout, FP8, and Megatron's checkpoints."""
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     quantize(qwen, root / "int4", QuantScheme(GROUP, "qmax7"))
@@ -60,7 +59,7 @@ def sound_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, Ca
     }
 
 
-def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
+def in_fp8(release, path, block=(32, 64)):
     """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
     kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
     write(
@@ -73,7 +72,7 @@ def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path
     return path
 
 
-def broken_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, Case]:
+def broken_cases(root, releases, converted):
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     tensors = models.tensors(qwen)
     lost = "model.layers.4.mlp.experts.7.up_proj.weight"
@@ -102,7 +101,7 @@ def broken_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, C
 
 
 @pytest.fixture(scope="module")
-def cases(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(releases, converted, tmp_path_factory):
     root = tmp_path_factory.mktemp("sglang")
     return sound_cases(root, releases, converted) | broken_cases(root, releases, converted)
 
@@ -114,7 +113,7 @@ SOUND = (
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_checkpoints_pass(name: str, judged: Judged) -> None:
+def test_sound_checkpoints_pass(name, judged):
     results, findings, facts = judged(name)
     assert findings == []
     status = {code: result.status for code, result in results.items()}
@@ -127,13 +126,13 @@ def test_sound_checkpoints_pass(name: str, judged: Judged) -> None:
     assert facts["SGLang"][0].startswith(f"SGLang {version('sglang')}, ")
 
 
-def test_draft_layers_are_a_model_of_their_own(judged: Judged) -> None:
+def test_draft_layers_are_a_model_of_their_own(judged):
     _, _, facts = judged("draft layers")
     assert not [line for line in facts["SGLang"] if "layers.12." in line]
     assert facts["SGLang's draft model"][0] == text_with("Glm4MoeForCausalLM")
 
 
-BROKEN: dict[str, set[tuple[str, str, int]]] = {
+BROKEN = {
     "lost": {("CK502", "model.layers.4.mlp.experts.7.up_proj.weight", 1)},
     "fused": {
         *(("CK502", f"{EXPERTS}{part}_proj.weight", 144) for part in ("gate", "up", "down")),
@@ -179,7 +178,7 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_checkpoints_are_found(name: str, judged: Judged) -> None:
+def test_broken_checkpoints_are_found(name, judged):
     results, findings, _ = judged(name)
     assert {(finding.code, finding.tensor, finding.count) for finding in findings} == BROKEN[name]
     assert {code for code, result in results.items() if result.status == "failed"} == {
@@ -187,8 +186,8 @@ def test_broken_checkpoints_are_found(name: str, judged: Judged) -> None:
     }
 
 
-def test_findings_count_elements_and_name_parameters(judged: Judged) -> None:
-    def first(name: str, code: str) -> Finding:
+def test_findings_count_elements_and_name_parameters(judged):
+    def first(name, code):
         return next(finding for finding in judged(name)[1] if finding.code == code)
 
     assert all(KEEP_ROUTER in first("packed router qwen3_moe", code).hint for code in ("CK503", "CK505"))
@@ -200,22 +199,20 @@ def test_findings_count_elements_and_name_parameters(judged: Judged) -> None:
     assert first("lost", "CK502").actual == text_with("model.layers.4.mlp.experts.w13_weight SGLang")
 
 
-def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged: Judged) -> None:
+def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged):
     (finding,) = judged("fp8 uneven")[1]
     assert finding.code == "CK501"
     assert "is not divisible by weight quantization block_n = 64" in finding.actual
 
 
-def test_a_smaller_dtype_is_a_warning(runs: Runs, judged: Judged) -> None:
+def test_a_smaller_dtype_is_a_warning(runs, judged):
     results, findings, _ = judged("float32")
     assert {result.status for result in results.values()} <= {"passed", "skipped"}
     assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
     assert all(finding.actual == text_with(f"float32 {reported(runs['float32']).dtype}") for finding in findings)
 
 
-def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
-    releases: PathOf, converted: PathOf, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(releases, converted, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # tests/gpu looks at what happens with one
     report = verify(converted("glm4_moe"), source=releases("glm4_moe"), against=frozenset({"sglang"}))
     assert (report.status, report.findings) == ("passed", [])
@@ -225,7 +222,7 @@ def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_a_model_that_sglang_cannot_load_is_a_finding(releases: PathOf, tmp_path: Path) -> None:
+def test_a_model_that_sglang_cannot_load_is_a_finding(releases, tmp_path):
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
     subject = Subject(path, options=VerifyOptions(against=frozenset({"sglang"})))
@@ -235,7 +232,7 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: PathOf, tmp_path
     assert {result.status for result in results[1:] if result.code != "CK507"} == {"skipped"}
 
 
-def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases: PathOf, tmp_path: Path) -> None:
+def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases, tmp_path):
     """Our feed, in the middle of SGLang's load_weights: raised by us, so nothing about the checkpoint."""
     run = run_cases({"broken": Case(releases("qwen2-tied"), alter="broken_feed")}, tmp_path)["broken"]
     assert (run.report, refusal(run)) == (None, "")
@@ -252,10 +249,10 @@ GET_SCHEME = (
 
 
 @pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> Verified:
+def verified(monkeypatch):
     """What `verify --against-sglang` says with SGLang 9.9.9, which lacks something."""
 
-    def with_unknown(path: Path, lacks: str = "") -> Report:
+    def with_unknown(path, lacks=""):
         monkeypatch.setattr(sglang_run, "_WITNESS", "support.sglang_unknown")
         monkeypatch.setattr(Interpreter, "release", lambda *_: "9.9.9")
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -266,23 +263,21 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Verified:
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_an_untested_release_runs_and_says_so(releases: PathOf, verified: Verified) -> None:
+def test_an_untested_release_runs_and_says_so(releases, verified):
     report = verified(releases("qwen2-tied"))
     assert (report.status, report.findings) == ("passed", [])
     assert report.facts["SGLang"][0] == text_with("9.9.9 0.5.15.post1 0.5.16 0.5.23 Qwen2ForCausalLM")
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_a_missing_function_is_inconclusive(releases: PathOf, verified: Verified) -> None:
+def test_a_missing_function_is_inconclusive(releases, verified):
     report = verified(releases("qwen2-tied"), "sglang.srt.layers.moe:initialize_moe_config")
     assert (report.status, report.findings) == ("inconclusive", [])
     assert "initialize_moe_config" in report.reasons[0]
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_what_it_refuses_is_a_verdict_on_a_gpu_alone(
-    releases: PathOf, tmp_path: Path, verified: Verified, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_refuses_is_a_verdict_on_a_gpu_alone(releases, tmp_path, verified, monkeypatch):
     """A method of its own that it calls is missing: whose fault that is cannot be told."""
     quantize(releases("qwen2-untied"), tmp_path / "int4", scheme=QuantScheme(32, "minmax", ("lm_head",)))
     report = verified(tmp_path / "int4", GET_SCHEME)

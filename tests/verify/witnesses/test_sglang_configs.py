@@ -1,15 +1,13 @@
 """What real SGLang makes of configs that say less than it reads, or more than is stored."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support import models
-from support.fixture_types import PathOf
 from support.installed import release as installed
 from support.messages import text_with
-from support.sglang_runs import Case, Cases, Runs, refusal, reported, written
+from support.sglang_runs import Case, refusal, reported, written
 
 from ckptkit.verify.checks.config.spellings import keys_of
 from ckptkit.verify.checks.witnesses.loading import why_refused
@@ -30,11 +28,11 @@ LEAVES_OUT = {"use_qk_norm": "self_attn.q_norm.weight", "use_routing_bias": "e_s
 _TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 
 
-def tie_inside(config: Config) -> None:
+def tie_inside(config):
     config["text_config"]["tie_word_embeddings"] = config.pop("tie_word_embeddings")
 
 
-def tower_elsewhere(config: Config) -> None:
+def tower_elsewhere(config):
     """The architecture of a multimodal model over the config of the language model alone, as a REAP release has it."""
     text = config.pop("text_config")
     kept = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
@@ -42,10 +40,10 @@ def tower_elsewhere(config: Config) -> None:
     config.update(text | kept | {"model_type": "qwen3_5_text"})
 
 
-def without(*keys: str) -> Callable[[Config], None]:
+def without(*keys):
     """Takes keys out of a config, each with the names that lead to it."""
 
-    def change(config: Config) -> None:
+    def change(config):
         for key in keys:
             *outer, last = key.split(".")
             inner = config
@@ -57,10 +55,10 @@ def without(*keys: str) -> Callable[[Config], None]:
 
 
 @pytest.fixture(scope="module")
-def cases(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(releases, tmp_path_factory):
     root = tmp_path_factory.mktemp("configs")
     keys = [(name, key) for name, names in STOPS.items() for key in names] + [("minimax_m2", key) for key in LEAVES_OUT]
-    made: dict[str, tuple[str, Callable[[Config], None] | None]] = {
+    made = {
         **{f"{name} {key}": (name, without(key)) for name, key in keys},
         "tie inside": ("qwen3_vl-tied", tie_inside),
         "tie at the top": ("qwen3_vl-tied", None),
@@ -88,7 +86,7 @@ def cases(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in STOPS.items() for key in keys])
-def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, runs: Runs, cases: Cases) -> None:
+def test_sglang_stops_without_a_key_and_the_hint_names_it(name, key, runs, cases):
     if key == "swiglu_limit" and installed("sglang") >= (0, 5, 23):
         pytest.skip("SGLang 0.5.23 has a default for it")
     said = refusal(runs[f"{name} {key}"])
@@ -100,12 +98,12 @@ def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, r
 
 
 @pytest.mark.parametrize("key", LEAVES_OUT)
-def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Runs) -> None:
+def test_sglang_silently_builds_another_model_without_a_key(key, runs):
     report = reported(runs[f"minimax_m2 {key}"])
     assert any(one.tensor.endswith(LEAVES_OUT[key]) for one in report.dropped)
 
 
-def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Runs) -> None:
+def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs):
     """SGLang builds one in every layer. 0.5.16 takes no notice of transformers' words, and runs what nothing wrote."""
     assert reported(runs["shared indexers"]).unwritten == ()
     unheard = reported(runs["shared indexers in transformers' words"])
@@ -113,25 +111,25 @@ def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Runs) -> Non
     assert layers == (set() if installed("sglang") >= (0, 5, 23) else {3, 4, 5, 7, 8, 9, 11})
 
 
-def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Runs) -> None:
+def test_sglang_looks_for_the_tie_flag_at_the_top(runs):
     assert {one.tensor for one in reported(runs["tie inside"]).unwritten} == {"lm_head.weight"}
     assert reported(runs["tie at the top"]).unwritten == ()
 
 
 @pytest.mark.parametrize("label", ["no tower", "no tower of Gemma"])
-def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Runs) -> None:
+def test_sglang_builds_a_vision_tower_that_is_not_stored(label, runs):
     """And loads without an error: its parameters keep what memory held."""
     report = reported(runs[label])
     assert len(report.unwritten) > 20
     assert all(one.tensor.startswith(("visual.", "vision_tower.", "multi_modal")) for one in report.unwritten)
 
 
-def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Runs) -> None:
+def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs):
     """`verify` warns of it (CK104): its layers are named as the multimodal class has them."""
     assert "vision_config" in refusal(runs["text under a multimodal class"])
 
 
-def test_the_hint_for_a_key_that_no_table_has() -> None:
+def test_the_hint_for_a_key_that_no_table_has():
     said = "AttributeError: 'NewConfig' object has no attribute 'new_key'"
     assert why_refused(SGLANG, said, {}) == text_with("SGLang new_key config.json")
     assert why_refused(SGLANG, "KeyError: 'x'", {"new_key": 1}).startswith("compare config.json with the release")

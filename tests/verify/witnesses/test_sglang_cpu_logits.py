@@ -4,7 +4,6 @@ As tests/gpu/test_sglang_logits_gpu.py, for what SGLang computes with torch alon
 """
 
 import json
-from collections.abc import Mapping
 
 import pytest
 from support import sglang_cpu_logits
@@ -19,10 +18,10 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+def answers(request, tmp_path_factory):
     """For each model: SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
-    expected: dict[str, tuple[Tensor, Tensor]] = {}
+    expected = {}
     for name in sorted(collected(request, "name")):
         case = sized(name, SIZES.get(name, {}))
         expected[name] = saved_with_logits(name, case, root / "models" / name)
@@ -35,7 +34,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", daily(COMPUTED, DAILY))
-def test_sglang_computes_the_logits_of_transformers(name: str, answers: Mapping[str, Answer]) -> None:
+def test_sglang_computes_the_logits_of_transformers(name, answers):
     """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
     answer, exact, rounded = answers[name]
     assert isinstance(answer, Tensor), answer

@@ -1,22 +1,16 @@
 """Multi-token prediction layers in SGLang's own draft classes: what is wrong is named, and what is not run."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
 from support.installed import before
 from support.messages import text_with
 from support.nightly import daily
 from support.sglang_runs import (
     Case,
-    Cases,
-    Judged,
-    Runs,
     answered,
     checked,
     draft_of,
@@ -25,14 +19,11 @@ from support.sglang_runs import (
     reported,
     written,
 )
-from torch import Tensor
 
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.ignore.readers import VLLM
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.run import verify
-from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -47,7 +38,7 @@ IGNORE = ["lm_head", "model.embed_tokens", KEEP_ROUTER, r"re:.*(shared_experts|s
 
 
 @pytest.fixture(scope="module")
-def cases(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(releases, converted, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafts")
     glm, tensors = releases("glm4_moe-mtp"), models.tensors(releases("glm4_moe-mtp"))
     other = tensors[EMBEDDING].clone()
@@ -57,7 +48,7 @@ def cases(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPath
     packed, scheme = online_int4(tensors, IGNORE, 32), int4_config(IGNORE, 32)
     two = written(root, "two", glm, tensors | second, num_nextn_predict_layers=2)
 
-    def lacking(name: str, *lost: str, **more: Tensor) -> Case:
+    def lacking(name, *lost, **more):
         kept = {one: tensor for one, tensor in models.tensors(releases(name)).items() if one not in lost}
         return Case(written(root, f"{name} without {lost[0]}", releases(name), kept | more))
 
@@ -86,7 +77,7 @@ PACKED = re.compile(r"model\.language_model\..*\.(self_attn\.[qkvo]|experts\.\d+
 FUSED_EXPERTS = "mtp.layers.0.mlp.experts."
 
 
-def qwen_int4(root: Path, release: Path, tensors: Mapping[str, Tensor]) -> dict[str, Case]:
+def qwen_int4(root, release, tensors):
     """Qwen3.5 with its draft layer in BF16, left out of INT4 by each module's name, as llm-compressor writes lists.
 
     Then by one entry; then with the draft's experts fused, as the release has them, and each way.
@@ -104,7 +95,7 @@ def qwen_int4(root: Path, release: Path, tensors: Mapping[str, Tensor]) -> dict[
     fused |= {f"{FUSED_EXPERTS}gate_up_proj": torch.cat([gate, up], 1), f"{FUSED_EXPERTS}down_proj": down}
     others = [name for name in names if not name.startswith(FUSED_EXPERTS)] + [r"re:mtp\..*\.qkv_proj$"]
 
-    def case(name: str, stored: Mapping[str, Tensor], ignore: list[str]) -> Case:
+    def case(name, stored, ignore):
         return Case(written(root, name, release, stored, quantization_config=int4_config([*QWEN_IGNORE, *ignore], 32)))
 
     return {
@@ -115,18 +106,18 @@ def qwen_int4(root: Path, release: Path, tensors: Mapping[str, Tensor]) -> dict[
     }
 
 
-def draft(run: Answer[LoadReport]) -> LoadReport:
+def draft(run):
     report = draft_of(run)
     assert report is not None, run
     return report
 
 
-def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
+def said(observations):
     return {(one.tensor, one.param) for one in observations}
 
 
 @pytest.mark.parametrize("name", daily(["megatron", "int4", "no copies"], ["int4"]))
-def test_a_sound_draft_model_passes(name: str, cases: Cases, runs: Runs, judged: Judged) -> None:
+def test_a_sound_draft_model_passes(name, cases, runs, judged):
     results, findings, facts = judged(name)
     assert findings == []
     assert {results[code].status for code in ("CK501", "CK502", "CK503", "CK504", "CK505", "CK508")} == {"passed"}
@@ -141,7 +132,7 @@ def test_a_sound_draft_model_passes(name: str, cases: Cases, runs: Runs, judged:
     )
 
 
-def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(runs: Runs, judged: Judged) -> None:
+def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(runs, judged):
     param = "model.decoder.self_attn.qkv_proj.weight"
     assert said(draft(runs["query and router"]).unwritten) == {(QUERY, param)}
     _, findings, _ = judged("query and router")
@@ -149,12 +140,12 @@ def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(runs: Runs
     assert findings[0].actual == text_with(f"40960 never {param} draft")
 
 
-def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Runs) -> None:
+def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs):
     """SGLang's class for Qwen3.5 has no `self_attn`."""
     assert said(draft(runs["norm of qwen"]).unwritten) == {(NORM, "model.layers.0.q_norm.weight")}
 
 
-def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Runs) -> None:
+def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs):
     """It waits for both parts of a fused parameter."""
     report = draft(runs["compressed query"])
     assert [(one.tensor, one.param, one.what.partition(": ")[2]) for one in report.unwritten] == [
@@ -164,7 +155,7 @@ def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Runs)
     assert {one.tensor for one in report.dropped} == {COMPRESSED[1]}
 
 
-def test_lost_and_exchanged_parts_in_int4_are_named(runs: Runs) -> None:
+def test_lost_and_exchanged_parts_in_int4_are_named(runs):
     report = draft(runs["int4 broken"])
     expert = L + "mlp.experts.7.up_proj.weight_packed"
     assert said(report.unwritten) == {
@@ -180,14 +171,14 @@ def test_lost_and_exchanged_parts_in_int4_are_named(runs: Runs) -> None:
     }
 
 
-def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(judged: Judged) -> None:
+def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(judged):
     _, findings, _ = judged("copy")
     assert [(one.code, one.tensor) for one in findings] == [("CK503", EMBEDDING)]
     assert findings[0].actual == text_with("SGLang's model.embed_tokens.weight")
     assert "copies" in findings[0].hint
 
 
-def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(cases: Cases, judged: Judged) -> None:
+def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(cases, judged):
     results, findings, facts = judged("two layers")
     stored = models.tensors(cases["two layers"].checkpoint)
     draft_of_two = [name for name in stored if re.search(r"layers\.1[23]\.", name)]
@@ -197,7 +188,7 @@ def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(cases: Cases, jud
     assert "SGLang's draft model" not in facts
 
 
-def test_without_a_draft_class_it_is_inconclusive(judged: Judged) -> None:
+def test_without_a_draft_class_it_is_inconclusive(judged):
     results, findings, facts = judged("no class")
     assert findings == []
     assert {code: result.status for code, result in results.items() if result.status != "passed"} == {
@@ -208,7 +199,7 @@ def test_without_a_draft_class_it_is_inconclusive(judged: Judged) -> None:
 
 
 @before("sglang", (0, 5, 23), "Qwen3.5's draft class takes qkv_proj apart")
-def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(cases: Cases, judged: Judged) -> None:
+def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(cases, judged):
     """SGLang's class of the model takes qkv_proj apart before it looks at `ignore`, and the draft class does not."""
     _, findings, _ = judged("qwen by names")
     shards = {f"mtp.layers.0.self_attn.{one}_proj.weight" for one in "qkv"}
@@ -222,7 +213,7 @@ def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(cases: Case
     assert [(one.code, one.hint) for one in wrong] == [("CK302", r"add 're:mtp\..*'")] * 2
 
 
-def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(cases: Cases, judged: Judged) -> None:
+def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(cases, judged):
     _, findings, _ = judged("fused by names")
     assert [one.code for one in findings if one.severity == "error"] == ["CK508"]
     assert "experts.w2_weight" in findings[-1].actual
@@ -235,7 +226,7 @@ def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(cases: Cases, j
 
 
 @pytest.mark.parametrize("name", ["qwen by one entry", "fused by one entry"])
-def test_one_entry_for_the_draft_is_read_alike(name: str, cases: Cases, judged: Judged) -> None:
+def test_one_entry_for_the_draft_is_read_alike(name, cases, judged):
     results, findings, _ = judged(name)
     assert [one for one in findings if one.severity == "error"] == []
     assert results["CK508"].status == "passed"
@@ -243,7 +234,7 @@ def test_one_entry_for_the_draft_is_read_alike(name: str, cases: Cases, judged: 
     assert [one for one in verify(cases[name].checkpoint).findings if one.severity == "error"] == []
 
 
-def test_without_such_layers_nothing_is_asked_of_draft_models(releases: PathOf, tmp_path: Path, runs: Runs) -> None:
+def test_without_such_layers_nothing_is_asked_of_draft_models(releases, tmp_path, runs):
     release = releases("glm4_moe-mtp")
     plain = {name: one for name, one in models.tensors(release).items() if not name.startswith(L)}
     path = written(tmp_path, "plain", release, plain, num_nextn_predict_layers=0)

@@ -1,8 +1,6 @@
 """Every test model of every family into real SGLang: clean, or what SGLang itself says or leaves out."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from families import OF_A_KIND
@@ -10,17 +8,17 @@ from support import models
 from support.messages import text_with
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, draft_of, refusal, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, clean, draft_of, refusal, reported
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
-def of_a_kind(names: Iterable[str]) -> list[Any]:
+def of_a_kind(names):
     return daily(names, [name for name in names if name in OF_A_KIND])
 
 
 @pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(request, tmp_path_factory):
     root, needed = tmp_path_factory.mktemp("models"), collected(request, "name")
     for name in needed:
         models.save(name, root / name)
@@ -29,7 +27,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Runs) -> None:
+def test_every_tensor_is_where_sglang_keeps_it(name, cases, runs):
     report = clean(runs[name])
     tensors = models.tensors(Path(cases[name].checkpoint))
     unread = models.UNREAD.get(name, ())
@@ -49,7 +47,7 @@ def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Ru
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
+def test_what_sglangs_class_leaves_out_is_named(name, runs):
     report = reported(runs[name])
     tensor, what, count = LEFT_OUT[name]
     assert {one.tensor: one.what for one in report.dropped}[tensor] == text_with(what)
@@ -57,14 +55,14 @@ def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", of_a_kind(SAID))
-def test_what_sglang_refuses_is_quoted(name: str, runs: Runs) -> None:
+def test_what_sglang_refuses_is_quoted(name, runs):
     run = runs[name]
     assert run.report is None
     assert SAID[name] in str(run.failure)
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_lost_and_exchanged_tensors_are_named(name: str, cases: Cases, runs: Runs) -> None:
+def test_lost_and_exchanged_tensors_are_named(name, cases, runs):
     run, tensors = runs[f"{name} broken"], models.tensors(cases[name].checkpoint)
     if name in STRICT:
         assert run.report is None

@@ -9,7 +9,7 @@ from support.nightly import collected, daily
 from support.sglang_cells import BF16, CLEAN, FP8, Cell, checkpoint, judged, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
-from support.sglang_runs import LOST_PARTS, Case, Cases, Runs, clean, reported
+from support.sglang_runs import LOST_PARTS, Case, clean, reported
 
 from ckptkit.verify.checks.witnesses.loading import why_no_scale
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
@@ -41,7 +41,7 @@ BROKEN = ("qwen2-tied", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen3_vl_moe"
 
 
 @pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(request, tmp_path_factory):
     root, needed = tmp_path_factory.mktemp("formats"), collected(request, "label") | {"fp8 qwen3_moe"}
     names = collected(request, "name") & {*BROKEN}
     needed |= {f"groups {name}" for name in names}
@@ -53,7 +53,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("label", daily(LABELS, DAILY))
-def test_every_part_is_where_sglang_keeps_it(label: str, cases: Cases, runs: Runs) -> None:
+def test_every_part_is_where_sglang_keeps_it(label, cases, runs):
     report = clean(runs[label])
     tensors = models.tensors(Path(cases[label].checkpoint))
     # SGLang never uses the shapes, and keeps only the last one of a fused layer.
@@ -63,13 +63,13 @@ def test_every_part_is_where_sglang_keeps_it(label: str, cases: Cases, runs: Run
 
 
 @pytest.mark.parametrize("label", daily(CELLS, [*CELLS][1::3]))
-def test_a_cell_of_the_matrix_is_clean(label: str, cases: Cases, runs: Runs) -> None:
+def test_a_cell_of_the_matrix_is_clean(label, cases, runs):
     outcome = judged(CELLS[label], runs[label], values(cases[label]))
     assert (outcome.word, outcome.why) == (CLEAN, "")
 
 
 @pytest.mark.parametrize("name", daily(BROKEN, ("qwen3_moe", "qwen3_vl_moe")))
-def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs) -> None:
+def test_lost_and_exchanged_parts_are_named(name, cases, runs):
     report = reported(runs[f"broken {name}"])
     tensors = models.tensors(Path(cases[f"broken {name}"].checkpoint))
     missing = {one for one in tensors if LOST_PARTS.fullmatch(one)}
@@ -81,7 +81,7 @@ def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs)
 
 
 @pytest.mark.parametrize("name", daily(NOT_IN_FP8, ("llama", "mistral")))
-def test_scales_that_a_class_drops_are_named(name: str, cases: Cases, runs: Runs) -> None:
+def test_scales_that_a_class_drops_are_named(name, cases, runs):
     """SGLang's Llama class gives scales of blocks the name of scales of tensors, and then finds no parameter."""
     report = reported(runs[f"fp8 {name}"])
     tensors = models.tensors(Path(cases[f"fp8 {name}"].checkpoint))

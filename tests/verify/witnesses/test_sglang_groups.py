@@ -1,9 +1,6 @@
 """Config groups of INT4 checkpoints in real SGLang: what it loads and refuses, `lint` and `verify` say without it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from families.table import config_of
 from support import models
 from support.installed import release
 from support.quantized import group_config
-from support.sglang_runs import Case, Cases, Judged, Runs, online_int4, refusal, written
+from support.sglang_runs import Case, online_int4, refusal, written
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
@@ -35,16 +32,16 @@ OTHER_FORMS, FLOAT = ("marlin-24", "naive-quantized"), "float-quantized"
 EVERY = r"re:.*(q|k|v|qkv|o|gate|up|gate_up|down)_proj$"
 
 
-def group(weights: Mapping[str, Any], *targets: str, activations: Any = None, **more: Any) -> dict[str, Any]:
+def group(weights, *targets, activations=None, **more):
     return {"targets": list(targets), "weights": dict(weights), "input_activations": activations, **more}
 
 
-def content(*groups: Mapping[str, Any], form: str = "pack-quantized", ignore: Iterable[str] = KEPT) -> dict[str, Any]:
+def content(*groups, form="pack-quantized", ignore=KEPT):
     return group_config(form, *groups, ignore=ignore)
 
 
-def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quantized:
-    found: Quantized = {}
+def in_fp8(tensors, wanted):
+    found = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or not wanted(name):
             found[name] = tensor
@@ -54,12 +51,12 @@ def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quan
     return found
 
 
-def is_linear(name: str) -> bool:
+def is_linear(name):
     return re.search(r"(layers|blocks)\.\d+\..*(proj|qkv|fc\d)\.weight$", name) is not None
 
 
 @pytest.fixture(scope="module")
-def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(releases, tmp_path_factory):
     root = tmp_path_factory.mktemp("groups")
     release, vision = releases("qwen3_moe"), releases("qwen3_vl-tied")
     tensors, seen = models.tensors(release), models.tensors(vision)
@@ -76,7 +73,7 @@ def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     own = [one | {"format": form} for one, form in zip(halves, (FLOAT, "pack-quantized"), strict=True)]
     tower = group(FP8, "Linear", activations=TOKENS)
 
-    def case(name: str, stored: Quantized, quantization: dict[str, Any], of: Path = release) -> Case:
+    def case(name, stored, quantization, of=release):
         return Case(written(root, name.replace(" ", "-"), of, stored, quantization_config=quantization))
 
     unnamed = ["lm_head", "model.embed_tokens"]
@@ -115,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_groups_that_sglang_loads_pass_without_it_too(name: str, cases: Cases, judged: Judged) -> None:
+def test_groups_that_sglang_loads_pass_without_it_too(name, cases, judged):
     results, findings, _ = judged(name)
     assert {code for code, result in results.items() if result.status == "passed"} >= {"CK501", "CK502", "CK504"}
     assert {(one.code, one.severity) for one in findings} == ({("CK503", "warning")} if name == "cache" else set())
@@ -128,7 +125,7 @@ def test_groups_that_sglang_loads_pass_without_it_too(name: str, cases: Cases, j
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sglang_refuses_is_an_error_without_it_too(name: str, cases: Cases, runs: Runs, judged: Judged) -> None:
+def test_what_sglang_refuses_is_an_error_without_it_too(name, cases, runs, judged):
     if name == "actorder" and release("compressed-tensors") < (0, 19):
         assert not refusal(runs[name])
         assert not lint(cases[name].checkpoint).failed
@@ -145,7 +142,7 @@ def test_what_sglang_refuses_is_an_error_without_it_too(name: str, cases: Cases,
     assert [one.kind for one in linted.findings if words in one.message] == ["refused"]
 
 
-def test_a_layer_without_a_target_is_named(cases: Cases, runs: Runs) -> None:
+def test_a_layer_without_a_target_is_named(cases, runs):
     assert "Unable to find matching target for model.layers.0.self_attn.qkv_proj" in refusal(runs["no target"])
     linted = lint(cases["no target"].checkpoint)
     refused = {one.readers for one in linted.findings if one.severity == "error"}
@@ -156,7 +153,7 @@ def test_a_layer_without_a_target_is_named(cases: Cases, runs: Runs) -> None:
     assert all("targets" in hint for hint in hints)
 
 
-def test_dropped_scales_of_a_vision_tower_are_a_finding(judged: Judged) -> None:
+def test_dropped_scales_of_a_vision_tower_are_a_finding(judged):
     """SGLang builds the tower in BF16, and its codes are then weights up to 448."""
     results, findings, _ = judged("fp8 tower")
     assert results["CK503"].status == "failed"
@@ -167,7 +164,7 @@ def test_dropped_scales_of_a_vision_tower_are_a_finding(judged: Judged) -> None:
     assert (results["CK503"].status, findings) == ("passed", [])
 
 
-def test_packed_routers_are_left_out_by_their_familys_name(judged: Judged) -> None:
+def test_packed_routers_are_left_out_by_their_familys_name(judged):
     """MiniMax-M2's router is `block_sparse_moe.gate`."""
     _, findings, _ = judged("packed routers")
     hints = [one.hint for one in findings if one.code == "CK505" or (one.tensor or "").endswith("gate.weight_packed")]
@@ -175,19 +172,19 @@ def test_packed_routers_are_left_out_by_their_familys_name(judged: Judged) -> No
     assert all(r"`re:.*\.block_sparse_moe\.gate(\.weight)?$`" in hint for hint in hints)
 
 
-def test_the_entry_for_routers_is_the_familys() -> None:
+def test_the_entry_for_routers_is_the_familys():
     entries = {"mixtral": r"block_sparse_moe\.gate", "glm4_moe": r"mlp\.gate", "gpt_oss": r"mlp\.router"}
     found = {name: keep_router(config_of(CASES[name])) for name in entries}
     assert found == {name: rf"re:.*\.{entry}(\.weight)?$" for name, entry in entries.items()}
 
 
-def test_fp8_is_not_taken_for_int4(cases: Cases) -> None:
+def test_fp8_is_not_taken_for_int4(cases):
     report = lint(cases["plain tower"].checkpoint)
     assert report.scheme == "quantized"
     assert [one for one in report.findings if one.severity == "error"] == []
 
 
-def test_layers_of_another_format_are_not_added_to_the_list(cases: Cases) -> None:
+def test_layers_of_another_format_are_not_added_to_the_list(cases):
     """In `ignore` an engine would take them for BF16."""
     path = cases["beside fp8"].checkpoint
     report = lint(path)

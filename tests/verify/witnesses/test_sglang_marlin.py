@@ -3,7 +3,6 @@
 import ast
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -28,7 +27,7 @@ NEEDED = (
 )
 
 
-def functions(file: str, **known: Any) -> dict[str, Any]:
+def functions(file, **known):
     """The NEEDED functions of a file of SGLang, without importing it, which needs CUDA. `known`: what they call."""
     spec = find_spec("sglang")
     assert spec is not None
@@ -44,7 +43,7 @@ def functions(file: str, **known: Any) -> dict[str, Any]:
     return found
 
 
-def gptq_words(values: torch.Tensor) -> torch.Tensor:
+def gptq_words(values):
     """[inputs, outputs] in 0..15 -> int32 [inputs / 8, outputs], built word by word."""
     words = numpy.zeros((values.shape[0] // 8, values.shape[1]), dtype=numpy.uint32)
     for row in range(values.shape[0]):
@@ -54,7 +53,7 @@ def gptq_words(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (256, 192)])
-def test_weights(inputs: int, outputs: int) -> None:
+def test_weights(inputs, outputs):
     reference = functions("test/test_marlin_utils.py")
     values = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(1))
     permutation = reference["get_weight_perm"](4)
@@ -64,28 +63,27 @@ def test_weights(inputs: int, outputs: int) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("groups", [1, 4])
-def test_scales(groups: int) -> None:
+def test_scales(groups):
     reference = functions("srt/layers/quantization/marlin_utils.py")
     scales = torch.randn(groups, 192).bfloat16()
     expected = reference["marlin_permute_scales"](scales, groups * 32, 192, 32)
     assert any(torch.equal(one, expected) for one in marlin_scales(scales))
 
 
-def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
+def of_sglang(name, *arguments, **named):
     """SGLang's own conversion of zero points, of dense layers and of experts."""
     packing = functions("srt/layers/quantization/utils.py")
     known = {one: packing[one] for one in ("pack_cols", "unpack_cols")}
-    result: torch.Tensor = functions("srt/layers/quantization/marlin_utils.py", **known)[name](*arguments, **named)
-    return result
+    return functions("srt/layers/quantization/marlin_utils.py", **known)[name](*arguments, **named)
 
 
-def words(*shape: int) -> nn.Parameter:
+def words(*shape):
     return nn.Parameter(torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32), requires_grad=False)
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
-def test_zero_points_as_sglang_converts_them(groups: int, outputs: int) -> None:
+def test_zero_points_as_sglang_converts_them(groups, outputs):
     """Of experts, and of a Linear layer as `CompressedTensorsWNA16.process_weights_after_loading` calls it."""
     sizes = {"size_k": groups, "size_n": outputs, "num_bits": 4}
     stored = words(2, groups, outputs // 8)
@@ -103,7 +101,7 @@ class CompressedTensorsWNA16MoE:
 
 
 class Packed(nn.Module):
-    def __init__(self, *, zero_points: bool = False) -> None:
+    def __init__(self, *, zero_points=False):
         super().__init__()
         self.scheme = CompressedTensorsWNA16MoE()
         self.w13_weight_packed = words(2, 16, 64)
@@ -111,14 +109,14 @@ class Packed(nn.Module):
         if zero_points:
             self.w13_weight_zero_point = words(2, 4, 8)
 
-    def repack(self) -> None:
+    def repack(self):
         """Expert by expert, but for zero points."""
         packed, scales = self.w13_weight_packed.data, self.w13_weight_scale.data
         self.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
         self.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
 
 
-def test_repacking_is_checked_expert_by_expert() -> None:
+def test_repacking_is_checked_expert_by_expert():
     module = Packed()
     _, compare = marlin()(module)
     assert list(compare().differences) == ["w13_weight_packed", "w13_weight_scale[0]", "w13_weight_scale[1]"]
@@ -129,7 +127,7 @@ def test_repacking_is_checked_expert_by_expert() -> None:
 
 
 @pytest.mark.sglang
-def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
+def test_zero_points_of_experts_are_checked_expert_by_expert():
     module = Packed(zero_points=True)
     _, compare = marlin(awq_experts=True)(module)
     module.repack()
@@ -147,7 +145,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
 
 
 @pytest.mark.sglang
-def test_a_repacked_linear_layer() -> None:
+def test_a_repacked_linear_layer():
     module = nn.Module()
     module.weight_packed, module.weight_zero_point = words(64, 16), words(8, 4)
     module.weight_scale = nn.Parameter(torch.rand(64, 4), requires_grad=False)
@@ -160,7 +158,7 @@ def test_a_repacked_linear_layer() -> None:
     assert compare() == LayerOutcome()
 
 
-def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_for_marlins() -> None:
+def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_for_marlins():
     """SGLang sorts columns by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
     found = layout(module)
@@ -173,7 +171,7 @@ def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_fo
     assert layout(nn.Linear(2, 2)) is None
 
 
-def unknown_of(module: nn.Module) -> str | None:
+def unknown_of(module):
     found = layout(module)
     assert found is not None
     return found(module)[1]().unknown

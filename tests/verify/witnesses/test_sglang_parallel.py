@@ -1,8 +1,6 @@
 """Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, OF_DRAFT, REFUSED_IN_PARALLEL, names_faults
 from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, answered, draft_of, refusal, reported, run_cases
 from support.sglang_runs import Case as Load
-from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.verify.run import verify
@@ -41,22 +38,22 @@ Case = tuple[EngineSizes, str]
 Runs = Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 
 
-def of_some(cases: list[Case]) -> list[Any]:
+def of_some(cases):
     return daily(cases, [one for one in cases if one[1] in SOME])
 
 
-def id_of(case: Case) -> str:
+def id_of(case):
     return f"{case[0]}-{case[1]}"
 
 
 @pytest.fixture(scope="module")
-def wanted(request: pytest.FixtureRequest) -> set[Case]:
+def wanted(request):
     """What the tests that run ask for; all of them ask for the few that are cut."""
     return collected(request, "case") | {(sizes, name) for sizes, name in PARAMS if name in SOME}
 
 
 @pytest.fixture(scope="module")
-def root(wanted: set[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(wanted, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name in {name for _, name in wanted}:
         models.save(name, root / name)
@@ -64,12 +61,12 @@ def root(wanted: set[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[EngineSizes, Path]:
+def folders(tmp_path_factory):
     return {sizes: tmp_path_factory.mktemp("runs") for sizes in WANTED}
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, folders: Mapping[EngineSizes, Path], wanted: set[Case]) -> Runs:
+def runs(root, folders, wanted):
     found = {}
     for sizes in WANTED:
         names = [name for name in WANTED[sizes] if (sizes, name) in wanted]
@@ -81,7 +78,7 @@ def runs(root: Path, folders: Mapping[EngineSizes, Path], wanted: set[Case]) -> 
 
 
 @pytest.mark.parametrize("case", of_some(EVERY), ids=id_of)
-def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
+def test_every_tensor_is_on_some_rank(case, root, runs):
     sizes, name = case
     report = reported(runs[sizes][name])
     assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
@@ -100,7 +97,7 @@ def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> Non
 
 
 @pytest.mark.parametrize("case", of_some(ALSO_BROKEN), ids=id_of)
-def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs: Runs) -> None:
+def test_lost_and_exchanged_tensors_are_named_once(case, root, runs):
     sizes, name = case
     report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)
@@ -128,18 +125,18 @@ def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs:
 @pytest.mark.parametrize(
     "case", of_some([one for one in PARAMS if one[1] in REFUSED_IN_PARALLEL.get(one[0], {})]), ids=id_of
 )
-def test_what_sglang_cannot_share_out_is_quoted(case: Case, runs: Runs) -> None:
+def test_what_sglang_cannot_share_out_is_quoted(case, runs):
     sizes, name = case
     run = runs[sizes][name]
     assert run.report is None
     assert REFUSED_IN_PARALLEL[sizes][name] in refusal(run)
 
 
-def is_whole(sizes: EngineSizes, name: str) -> bool:
+def is_whole(sizes, name):
     return sizes.dp_attention and not name.startswith("qwen2")
 
 
-def part_of(tensor: Tensor, how: str, rank: int) -> Tensor:
+def part_of(tensor, how, rank):
     if how == "words":  # a vocabulary of 352, filled up to a multiple of 64
         return tensor[192 * rank : 192 * (rank + 1)]
     if how in ("rows", "columns"):
@@ -148,7 +145,7 @@ def part_of(tensor: Tensor, how: str, rank: int) -> Tensor:
 
 
 L, EXPERTS = "model.layers.7", "model.layers.7.mlp.experts"
-HELD: Mapping[EngineSizes, Mapping[str, str]] = {
+HELD = {
     CUT: {
         f"{L}.self_attn.q_proj.weight": "rows",
         f"{L}.self_attn.k_proj.weight": "rows",
@@ -174,9 +171,7 @@ HELD: Mapping[EngineSizes, Mapping[str, str]] = {
 
 
 @pytest.mark.parametrize("sizes", list(HELD), ids=str)
-def test_which_part_a_rank_holds(
-    sizes: EngineSizes, root: Path, folders: Mapping[EngineSizes, Path], runs: Runs
-) -> None:
+def test_which_part_a_rank_holds(sizes, root, folders, runs):
     number = list(runs[sizes]).index("qwen3_moe")
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
@@ -186,7 +181,7 @@ def test_which_part_a_rank_holds(
             assert torch.equal(seen(report, name, numbers), part_of(numbers, how, rank).flatten()), (rank, name)
 
 
-def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
+def seen(report, name, numbers):
     if name in report.partial:
         parts = [region.of(numbers) for region in report.partial[name][1]]
         return torch.cat([part.flatten() for part in parts])
@@ -194,7 +189,7 @@ def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tmp_path: Path) -> None:
+def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root, tmp_path):
     convert(root / "qwen3_moe", tmp_path / "megatron")
     report = verify(tmp_path / "megatron", root / "qwen3_moe", tp=2, ep=2, against=frozenset({"sglang"}))
     status = {check.code: check.status for check in report.checks}
@@ -203,7 +198,7 @@ def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tm
     assert "tp 2, ep 2, on cpu" in report.facts["SGLang"][0]
 
 
-def test_sizes_that_no_engine_has_are_not_taken_for_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_no_engine_has_are_not_taken_for_loaded(root, monkeypatch):
     answer = answered(LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1}))
     monkeypatch.setattr("ckptkit.verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answer)
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), pp=2)

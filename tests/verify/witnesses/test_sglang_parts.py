@@ -2,15 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.sglang_runs import answered, int4_config
 
@@ -38,8 +34,8 @@ AGAINST = VerifyOptions(against=frozenset({"sglang"}))
 
 @pytest.mark.parametrize("left_empty", [left_empty, vllm_left_empty], ids=["SGLang", "vLLM"])
 def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(
-    left_empty: Callable[[str, dict[str, Any]], bool],
-) -> None:
+    left_empty,
+):
     params = [L + "mlp.down_proj.input_scale", L + "mlp.experts.w13_input_scale", L + "mlp.down_proj.weight_scale_2"]
     layers = {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1": {"quant_algo": "NVFP4"}}
     both = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -56,7 +52,7 @@ def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn], ids=str
 )
-def test_poison_is_seen_element_by_element(dtype: torch.dtype) -> None:
+def test_poison_is_seen_element_by_element(dtype):
     tensor = torch.zeros(3, 4, dtype=dtype)
     assert not poisoned(tensor).any()
     poison([tensor])
@@ -67,22 +63,22 @@ def test_poison_is_seen_element_by_element(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
-def test_a_dead_router_is_seen_in_any_float(dtype: torch.dtype) -> None:
+def test_a_dead_router_is_seen_in_any_float(dtype):
     """FP8 has neither `isfinite` nor an order."""
     for values, seen in (([1.0, 2.0], []), ([1.0, 1.0], [text_with("1.0")]), ([0.0, 0.0], [text_with("zero")])):
         router, whole = torch.tensor(values).to(dtype), SimpleNamespace(of=lambda held: held)
-        loaded: Any = SimpleNamespace(tensors={"p": router}, routers=lambda: ["r"], locate=lambda _: ("p", whole))  # noqa: B023
+        loaded = SimpleNamespace(tensors={"p": router}, routers=lambda: ["r"], locate=lambda _: ("p", whole))  # noqa: B023
         assert [one.what for one in Loaded.dead_routers(loaded)] == seen
 
 
-def test_difference_compares_bits() -> None:
+def test_difference_compares_bits():
     nan = torch.tensor([float("nan"), 0.0])
     assert difference(nan, nan.clone()) is None
     assert difference(torch.tensor([0.0]), torch.tensor([-0.0])) == text_with("1 1 [0] 0.0 -0.0")
     assert difference(torch.ones(2, 3), torch.ones(3, 2)) == text_with("shape [2 3] [3 2]")
 
 
-def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglang_the_report_is_inconclusive(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(GLM))
     monkeypatch.setattr(Interpreter, "release", lambda *_: None)
     outcome = run_checks(Subject(tmp_path, options=AGAINST), [one for one in all_checks() if one.stage == "sglang"])
@@ -91,7 +87,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
     assert {result.status for result in outcome.checks} == {"skipped"}
 
 
-def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
         run_engine_load(Subject(tmp_path, options=AGAINST), SGLANG)
@@ -100,9 +96,7 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "architectures", [["EvilForCausalLM"], ["Glm4MoeForCausalLM", "EvilForCausalLM"], ["Qwen2ForCausalLM"], None]
 )
-def test_config_that_names_another_class_never_reaches_sglang(
-    fresh: PathOf, monkeypatch: pytest.MonkeyPatch, edit_json: Any, architectures: object
-) -> None:
+def test_config_that_names_another_class_never_reaches_sglang(fresh, monkeypatch, edit_json, architectures):
     """SGLang runs the files of `auto_map` to find a class that it does not have, whatever `trust_remote_code` says."""
     release = fresh("glm4_moe")
     edit_json(release / "config.json", architectures=architectures, auto_map={"AutoModel": "evil.Evil"})
@@ -113,14 +107,12 @@ def test_config_that_names_another_class_never_reaches_sglang(
         run_engine_load(Subject(release, options=AGAINST), SGLANG)
 
 
-def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(
-    releases: PathOf, fresh_megatron: PathOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(releases, fresh_megatron, monkeypatch):
     """Megatron does not hold it. `convert` puts it beside the checkpoint; a trainer's save has nothing there."""
     release, megatron = releases("qwen2_5_vl"), fresh_megatron("qwen2_5_vl")
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
 
-    def run_ranks(root: Path, *_: object, **__: object) -> dict[int, str]:
+    def run_ranks(root, *_, **__):
         (root / "log-0").touch()
         return {0: "it was started"}
 
@@ -134,9 +126,7 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["BF16", "INT4"])
-def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(
-    packed: bool, fresh: PathOf, edit_json: Any
-) -> None:
+def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed, fresh, edit_json):
     """Of three layers one is sparse, and 2 is in `mlp_only_layers`; 5 has experts. Nobody is told to pack a layer."""
     path = fresh("qwen3_moe-dense-between")
     if packed:

@@ -1,6 +1,6 @@
 """What a loader does with tensors, seen by `Trace` and followed back to them: loaders unlike those of real engines."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,11 +23,11 @@ Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[dict[str, Tensor], Weights], object]
 
 
-def given(*names: str) -> dict[str, Tensor]:
+def given(*names):
     return {name: torch.arange(100.0 * at, 100 * at + 24).reshape(4, 6) for at, name in enumerate(names, 1)}
 
 
-def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader: Loader) -> Placement:
+def placed(parameters, tensors, loader):
     """What was seen while `loader` loaded the tensors; each piece is held against the tensor that it came from."""
     poison(parameters.values())
     with Trace(parameters.values()) as trace:
@@ -39,32 +39,32 @@ def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader:
     return placement
 
 
-def counts(placement: Placement, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def counts(placement, tensors):
     return {name: covered(tensor.numel(), placement.parts(name)) for name, tensor in tensors.items()}
 
 
-def rows(parameters: dict[str, Tensor], weights: Weights) -> None:
+def rows(parameters, weights):
     for at, (_, tensor) in enumerate(weights):
         parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor)
 
 
-def in_threads(parameters: dict[str, Tensor], weights: Weights) -> None:
+def in_threads(parameters, weights):
     with ThreadPoolExecutor() as pool:
         for at, (_, tensor) in enumerate(weights):
             pool.submit(parameters["fused"].narrow(0, 4 * at, 4).copy_, tensor).result()
 
 
-def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
+def twice(parameters, weights):
     for name, tensor in weights:
         parameters["fused"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
 
 
-def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
+def computed(parameters, weights):
     (_, one), (_, other) = weights
     parameters["fused"].copy_(torch.cat([one, other * 2]))
 
 
-def into_a_view(parameters: dict[str, Tensor], weights: Weights) -> None:
+def into_a_view(parameters, weights):
     """Of joined weights, one of which is overwritten."""
     first, second, third = (tensor for _, tensor in weights)
     both = torch.cat([first, second])
@@ -72,7 +72,7 @@ def into_a_view(parameters: dict[str, Tensor], weights: Weights) -> None:
     parameters["b"].copy_(third)
 
 
-def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
+def reused(parameters, weights):
     """Memory that is used again, each time for another tensor."""
     for name, tensor in weights:
         buffer = torch.empty(4, 6)
@@ -81,7 +81,7 @@ def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
         del buffer
 
 
-def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
+def zeroed(parameters, weights):
     """What a rank does with a bias that another one adds: made zero where it was given, then copied."""
     for at, (_, tensor) in enumerate(weights):
         parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor.zero_() if at else tensor)
@@ -89,7 +89,7 @@ def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
 
 FUSED, EACH, ALL = {"fused": (8, 6)}, {"a": (4, 6), "b": (4, 6)}, {"a": 24, "b": 24}
 # Shapes of the parameters, how many elements of each tensor they hold then, and of what the others are computed.
-LOADERS: dict[Loader, tuple[dict[str, tuple[int, ...]], dict[str, int], dict[str, set[str]]]] = {
+LOADERS = {
     **dict.fromkeys((rows, in_threads), (FUSED, ALL, {})),
     twice: ({"fused": (4, 6)}, {"a": 12, "b": 12}, {}),
     computed: (FUSED, {"a": 24, "b": 0}, {"fused": {"b"}}),
@@ -100,14 +100,14 @@ LOADERS: dict[Loader, tuple[dict[str, tuple[int, ...]], dict[str, int], dict[str
 
 
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
-def test_every_element_is_followed_back(loader: Loader) -> None:
+def test_every_element_is_followed_back(loader):
     shapes, held, of = LOADERS[loader]
     tensors = given(*held)
     placement = placed({name: torch.empty(shape) for name, shape in shapes.items()}, tensors, loader)
     assert (counts(placement, tensors), placement.computed) == (held, of)
 
 
-def test_tensors_and_parameters_may_begin_anywhere_in_a_storage() -> None:
+def test_tensors_and_parameters_may_begin_anywhere_in_a_storage():
     """As those of a reader that reads whole pieces of a file."""
     storage = torch.arange(100.0)
     tensors = {"a": storage[10:34].view(4, 6), "b": storage[40:64].view(4, 6)}
@@ -117,8 +117,8 @@ def test_tensors_and_parameters_may_begin_anywhere_in_a_storage() -> None:
     assert (piece.into, piece.part) == (Region(24, (4, 6), (6, 1)), Region(0, (4, 6), (6, 1)))
 
 
-def test_casts_and_bits_in_another_dtype() -> None:
-    def cast(parameters: dict[str, Tensor], weights: Weights) -> None:
+def test_casts_and_bits_in_another_dtype():
+    def cast(parameters, weights):
         for name, tensor in weights:
             parameters[name].copy_(tensor.view(torch.int32) if name == "bits" else tensor)
 
@@ -128,7 +128,7 @@ def test_casts_and_bits_in_another_dtype() -> None:
 
 
 @pytest.mark.parametrize(("behind", "wrong"), [(0, []), (1, [text_with("96 0 written")])])
-def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) -> None:
+def test_zeros_behind_the_values_need_no_place(behind, wrong):
     """Kimi K3 stores a number a head for 128, and has 96 heads. An engine may hold these alone."""
     name, config = "language_model.model.layers.0.self_attn.A_log", HF_CASES["kimi_k3"].config().to_dict()
     tensor = torch.arange(1, 129, dtype=torch.float32)
@@ -143,13 +143,13 @@ def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) 
     assert [one.what for one in report.differing] == wrong
 
 
-def experts(parameters: dict[str, Tensor], weights: Weights) -> None:
+def experts(parameters, weights):
     for name, tensor in weights:
         _, layer, _, expert, which = name.split(".")
         parameters[f"layers.{layer}.w13"][int(expert), 4 * (which == "up") :][:4].copy_(tensor)
 
 
-def test_the_place_of_a_missing_tensor_is_told_from_others() -> None:
+def test_the_place_of_a_missing_tensor_is_told_from_others():
     each = ((layer, expert, part) for layer in range(3) for expert in range(4) for part in ("gate", "up"))
     names = [f"layers.{layer}.experts.{expert}.{part}" for layer, expert, part in each]
     missing = "layers.2.experts.3.up"
@@ -159,7 +159,7 @@ def test_the_place_of_a_missing_tensor_is_told_from_others() -> None:
     assert placement.predicted("layers.2.experts.3.down") is None
 
 
-def test_what_is_covered_is_counted_once() -> None:
+def test_what_is_covered_is_counted_once():
     halves = [Region(0, (4, 3), (6, 1)), Region(3, (4, 3), (6, 1))]
     assert covered(24, halves) == 24
     assert covered(24, halves[:1] * 2) == 12

@@ -3,14 +3,11 @@
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 from families import OF_A_KIND
 from mutations.torch_dist import key_lost
 from support import models
-from support.fixture_types import PathOf
 from support.nightly import daily
 from support.processes import environment
 
@@ -34,11 +31,11 @@ RELEASE = tuple(map(int, version("megatron-core").split(".")[:2])) if find_spec(
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def engine(monkeypatch):
     """Has ranks on the CPU build Transformer Engine's layers."""
     job = megatron_run._job
 
-    def with_engine(*args: Any) -> Any:
+    def with_engine(*args):
         return replace(job(*args), transformer_engine=True)
 
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -46,7 +43,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.engine_runs")
 
 
-def assert_sound(subject: Subject) -> str:
+def assert_sound(subject):
     tally = Tally()
     assert [one for check in (strict_load, right_slices, all_layers) for one in check(subject, tally)] == []
     return tally.facts["megatron"][0]
@@ -72,15 +69,15 @@ WHOLE = (
         ("qwen3_next", {"tp": 2}),
     ],
 )
-def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int]) -> None:
-    options = VerifyOptions(**sizes, against=frozenset({"megatron"}))  # type: ignore[arg-type]
+def test_every_rank_holds_its_slice(releases, converted, name, sizes):
+    options = VerifyOptions(**sizes, against=frozenset({"megatron"}))
     fact = assert_sound(Subject(converted(name), releases(name), options=options))
     assert fact.endswith("Transformer Engine spec")
 
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", daily(WHOLE.split(), ["qwen2-untied", "glm4_moe-mtp", "deepseek_v3", "qwen3_next"]))
-def test_megatrons_own_stack_of_hybridmodel_holds_it(releases: PathOf, name: str, tmp_path: Path) -> None:
+def test_megatrons_own_stack_of_hybridmodel_holds_it(releases, name, tmp_path):
     dims = dims_of(HfCheckpoint(releases(name)).config)
     if reasons := list(gpt_only(dims)):
         pytest.skip(f"HybridModel cannot hold it: {reasons[0]}")
@@ -100,9 +97,7 @@ def test_megatrons_own_stack_of_hybridmodel_holds_it(releases: PathOf, name: str
         ("deepseek_v32", "decoder.layers.5.self_attention.q_layernorm._extra_state/shard_0_1"),
     ],
 )
-def test_keys_that_only_this_spec_asks_for(
-    releases: PathOf, converted: PathOf, copy_of: PathOf, name: str, key: str
-) -> None:
+def test_keys_that_only_this_spec_asks_for(releases, converted, copy_of, name, key):
     path = copy_of(converted(name))
 
     models.edit_metadata(path / "release", lambda metadata: key_lost(metadata, key))

@@ -1,9 +1,5 @@
 """Which exceptions of a witness are verdicts on the checkpoint: by their phase, and by whose code raised them."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.messages import text_with
@@ -25,15 +21,15 @@ from ckptkit.verify.witnesses.vllm.adapter import SET_UP as VLLM_SET_UP
 MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
 
 
-def error_of(*modules: str, statement: str = "raise ValueError('no')") -> BaseException:
+def error_of(*modules, statement="raise ValueError('no')"):
     """What `statement` raises in a function of the last module, which one of the module before calls, and so on.
 
     A function has the name behind a colon, if any.
     """
-    call: Callable[[], None] | None = None
+    call = None
     for place in reversed(modules):
         module, _, name = place.partition(":")
-        found: dict[str, Any] = {"__name__": module, "inner": call}
+        found = {"__name__": module, "inner": call}
         exec(f"def {name or 'f'}():\n    {'inner()' if call else statement}\n", found)  # noqa: S102
         call = found[name or "f"]
     assert call is not None
@@ -60,7 +56,7 @@ OF_FORMATS = [
 ]
 
 
-def test_a_config_that_is_refused_by_its_format_is_a_verdict() -> None:
+def test_a_config_that_is_refused_by_its_format_is_a_verdict():
     found = [
         (statement, is_verdict(error_of(OURS, LOADER, MODEL, DISPATCH, statement=statement), BUILD))
         for statement, _ in OF_FORMATS
@@ -99,7 +95,7 @@ OF_DEVICE = [
 ]
 
 
-def test_what_vllm_says_of_a_config_is_a_verdict_without_a_gpu_and_what_may_be_due_to_the_gpu_is_none() -> None:
+def test_what_vllm_says_of_a_config_is_a_verdict_without_a_gpu_and_what_may_be_due_to_the_gpu_is_none():
     for modules, statement in OF_CONFIG:
         error = error_of(OURS, VLLM_LOADER, *modules, statement=statement)
         verdicts = [is_verdict(error, phase) for phase in (BUILD_WITHOUT_GPU, VLLM_BUILD, VLLM_SET_UP)]
@@ -141,7 +137,7 @@ NONE = [
 ]
 
 
-def test_exceptions_of_the_code_under_test_alone_are_verdicts() -> None:
+def test_exceptions_of_the_code_under_test_alone_are_verdicts():
     assert [one for one in VERDICTS if not is_verdict(error_of(*one[0]), one[1])] == []
     assert [one for one in NONE if is_verdict(error_of(*one[0]), one[1])] == []
 
@@ -162,7 +158,7 @@ OF_THE_MACHINE = [
 ]
 
 
-def test_what_is_about_the_machine_is_no_verdict() -> None:
+def test_what_is_about_the_machine_is_no_verdict():
     found = {one: is_verdict(error_of(OURS, LOADER, MODEL, statement=one), BUILD) for one in OF_THE_MACHINE}
     assert found == dict.fromkeys(OF_THE_MACHINE, False)
 
@@ -171,7 +167,7 @@ def test_what_is_about_the_machine_is_no_verdict() -> None:
     ("inner", "verdict"),
     [("ValueError('Size mismatch between saved [1] and current [2]')", True), ("MemoryError()", False)],
 )
-def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised(inner: str, verdict: bool) -> None:
+def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised(inner, verdict):
     """torch's own class, no Exception: it wraps what each rank raised."""
     statement = (
         "from torch.distributed.checkpoint.api import CheckpointException as Error; "
@@ -182,7 +178,7 @@ def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised(inner: str, v
 
 
 @pytest.mark.parametrize("step", ["", "the tensor a"])
-def test_phase_log_keeps_phase_step_and_exception(step: str, tmp_path: Path) -> None:
+def test_phase_log_keeps_phase_step_and_exception(step, tmp_path):
     path = tmp_path / "report.json"
     assert exit_report_of(path).phase == text_with("importing")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
@@ -198,7 +194,7 @@ def test_phase_log_keeps_phase_step_and_exception(step: str, tmp_path: Path) -> 
     assert found.message == "ValueError: no (at <string>, line 2, in f)" + (f"; {step}" if step else "")
 
 
-def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path: Path) -> None:
+def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path):
     path, layer = tmp_path / "report.json", torch.nn.Linear(2, 3)
     with pytest.raises(RuntimeError), PhaseLog(path) as phases:
         phases.enter(LOAD)
@@ -209,7 +205,7 @@ def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_insta
     assert "\n" not in message
 
 
-def test_the_end_of_a_process_in_words() -> None:
+def test_the_end_of_a_process_in_words():
     assert [describe_exit_code(0), describe_exit_code(1), describe_exit_code(-11)] == [
         None,
         "exit code 1",

@@ -11,7 +11,6 @@ it from 0.17 on; for versions before, `megatron` of Megatron-LM's tag `core_vVER
 megatron-core 0.19.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -24,7 +23,6 @@ import tempfile
 import types
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,21 +44,21 @@ FLAGS = """
 """
 
 
-def pretend_cuda() -> None:
+def pretend_cuda():
     """Lets megatron-core and Megatron-LM run without a GPU."""
     hopper = SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1)
-    torch.cuda.get_device_properties = lambda device=None: hopper  # type: ignore[assignment,return-value]
+    torch.cuda.get_device_properties = lambda device=None: hopper
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch._dynamo.config.disable = True
     # megatron-core 0.15 compiles CUDA code at its import where torch finds a CUDA toolkit.
     cpp_extension.CUDA_HOME = None
 
 
-def slime_config() -> Any:
+def slime_config():
     """slime's data class, in a module of its name."""
     module = types.ModuleType("slime.utils.eval_config")
     config = dataclasses.make_dataclass("EvalDatasetConfig", [("name", str), ("path", str), ("top_p", float, 1.0)])
@@ -70,7 +68,7 @@ def slime_config() -> Any:
     return config
 
 
-def slime_arguments(args: argparse.Namespace) -> None:
+def slime_arguments(args):
     """Adds what slime adds: a data class of its own, and containers. Source: slime `utils/arguments.py`."""
     args.eval_datasets = [slime_config()("aime", "/data/aime.jsonl")]
     args.hf_checkpoint = "/models/tiny"
@@ -80,7 +78,7 @@ def slime_arguments(args: argparse.Namespace) -> None:
     args.rollout_stop = None
 
 
-def parsed() -> argparse.Namespace:
+def parsed():
     """The arguments of a training run, parsed and validated by Megatron-LM."""
     with importing_megatron():
         from megatron.core.enums import ModelType
@@ -95,7 +93,7 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def built() -> Any:
+def built():
     """One rank's model with known values."""
     with importing_megatron():
         from megatron.core.models.gpt import GPTModel
@@ -143,7 +141,7 @@ def built() -> Any:
     return model
 
 
-def training_state(model: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def training_state(model, args):
     """What Megatron-LM's `generate_state_dict` puts beside the model."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -178,7 +176,7 @@ def training_state(model: dict[str, Any], args: argparse.Namespace) -> dict[str,
     }
 
 
-def save(rank: int, folder: Path) -> None:
+def save(rank, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with importing_megatron():
@@ -203,7 +201,7 @@ def save(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def save_all(folder: Path) -> None:
+def save_all(folder):
     context = multiprocessing.get_context("fork")
     with importing_megatron():
         import megatron.training.arguments  # noqa: F401
@@ -217,11 +215,11 @@ def save_all(folder: Path) -> None:
         sys.exit("a rank failed")
 
 
-def convert(folder: Path, checkout: Path) -> None:
+def convert(folder, checkout):
     """Megatron-LM's converter writes `release`; it asks for GPUs."""
     own = DeviceMesh.from_group
-    on_cpu: Any = lambda group, device_type, **more: own(group, "cpu", **more)  # noqa: E731
-    DeviceMesh.from_group = staticmethod(on_cpu)  # type: ignore[method-assign]
+    on_cpu = lambda group, device_type, **more: own(group, "cpu", **more)  # noqa: E731
+    DeviceMesh.from_group = staticmethod(on_cpu)
     sys.path.insert(0, str(checkout / "tools" / "checkpoint"))
     with tarfile.open(Path(__file__).with_name("0.16.1.tar.xz")) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
@@ -239,7 +237,7 @@ def convert(folder: Path, checkout: Path) -> None:
     checkpoint_inspector.convert_checkpoint(*paths, True, torch.distributed.group.WORLD)
 
 
-def main() -> None:
+def main():
     pretend_cuda()
     with importing_megatron():
         from megatron.core.package_info import __version__

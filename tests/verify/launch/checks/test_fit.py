@@ -2,18 +2,14 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forking import run_in_engine
 from support.launch_scripts import quantized_launch, write_config
 
-from ckptkit.converters.config.dims import Mla, ModelDims
+from ckptkit.converters.config.dims import Mla
 from ckptkit.converters.planner import dims_of
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.checks.gpus import engine_fit
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.stacks.sizes import ModelSplit
@@ -31,7 +27,7 @@ WORDS = {
 }
 
 
-def drawn(engine: str) -> list[dict[str, Any]]:
+def drawn(engine):
     """Sizes of models and engines, half of them with latent attention. In vLLM all ranks share attention."""
     draw, cases = random.Random(7), []
     while len(cases) < 150:
@@ -50,7 +46,7 @@ def drawn(engine: str) -> list[dict[str, Any]]:
     return cases
 
 
-def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
+def of_ours(case, engine, base):
     dims, given = dict(case["dims"]), base
     if "kv_rank" in dims:
         parts = [dims.pop(name) for name in ("kv_rank", "nope", "rope", "value")]
@@ -60,17 +56,16 @@ def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
     return [issue.expected for issue in issues if " block of " in issue.expected]
 
 
-def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path) -> list[list[str]]:
+def of_engine(cases, engine, root):
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
     ended_well = run_in_engine(engine, root / "log", "support.fp8_cuts", engine, file)
     assert ended_well, (root / "log").read_text()[-3000:]
-    found: list[list[str]] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> ModelDims:
+def both(tmp_path_factory):
     root = write_config(tmp_path_factory.mktemp("hf"), "qwen3_moe")
     dims = dims_of(json.loads((root / "config.json").read_text()))
     return replace(dims, dense_layers=(0,))
@@ -80,9 +75,7 @@ ENGINES = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
-    engine: str, both: ModelDims, tmp_path: Path
-) -> None:
+def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(engine, both, tmp_path):
     cases, seen = drawn(engine), set[str]()
     for case, refused in zip(cases, of_engine(cases, engine, tmp_path), strict=True):
         findings = of_ours(case, engine, both)
@@ -94,7 +87,7 @@ def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
     assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" else set())
 
 
-def wide(text: str) -> str:
+def wide(text):
     tp = text.replace("--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 4")
     return tp.replace("--sglang-ep-size 8", "")
 
@@ -109,9 +102,7 @@ def wide(text: str) -> str:
         (192, "sglang", "error"),
     ],
 )
-def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
-    rank: int, engine: Any, severity: str, both: ModelDims
-) -> None:
+def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(rank, engine, severity, both):
     dims = replace(both, dense_layers=(), expert_ffn=4 * rank)
     issues = engine_fit(dims, {"quantization_config": FP8}, ModelSplit("", engine, 4, "", dense=4))
     assert [one.severity for one in issues if "moe_intermediate_size" in one.expected] == [severity]
@@ -127,20 +118,18 @@ def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
         (1000, ModelSplit("", "sglang", 12, "", attention=4), False),
     ],
 )
-def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(
-    vocabulary: int, cut: ModelSplit, warned: bool, both: ModelDims
-) -> None:
+def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(vocabulary, cut, warned, both):
     issues = engine_fit(replace(both, heads=12, groups=12, vocab=vocabulary), {}, cut)
     found = [one.severity for one in issues if "vocab_size" in one.expected]
     assert found == ["warning"] * warned
 
 
-def launched(folder: Path, quantization: Mapping[str, Any]) -> list[Finding]:
+def launched(folder, quantization):
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, wide))
     return [one for one in report.findings if one.code == "CK722"]
 
 
-def test_layers_that_the_list_leaves_out_are_not_held_against_blocks(tmp_path: Path) -> None:
+def test_layers_that_the_list_leaves_out_are_not_held_against_blocks(tmp_path):
     """Experts of 768 over four ranks are 192 rows each, a block and a half."""
     right = {**FP8, "activation_scheme": "dynamic"}
     (found,) = launched(tmp_path / "a", right)

@@ -1,26 +1,22 @@
 """CK747: formats that slime, miles and vime cannot send."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.launch_scripts import quantized_launch
 
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def launched(folder: Path, quantization: Mapping[str, Any] | None, change: Callable[[str], str] = str) -> list[Finding]:
+def launched(folder, quantization, change=str):
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, change))
     return [one for one in report.findings if one.code == "CK747"]
 
 
-def with_vllm(option: str = "--vllm-enable-expert-parallel") -> Callable[[str], str]:
+def with_vllm(option="--vllm-enable-expert-parallel"):
     return lambda text: text.replace("--sglang-ep-size 8", option)
 
 
@@ -58,16 +54,14 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("quantization", "trainer", "expected"), FORMATS)
-def test_a_format_that_the_trainer_cannot_send_is_found(
-    quantization: Mapping[str, Any], trainer: str, expected: str, tmp_path: Path
-) -> None:
+def test_a_format_that_the_trainer_cannot_send_is_found(quantization, trainer, expected, tmp_path):
     found = launched(tmp_path, quantization, with_vllm() if trainer == "vime" else str)
     severity = "warning" if quantization["quant_method"] == "mxfp4" else "error"
     assert [one.severity for one in found] == [severity] * bool(expected)
     assert all(one.expected.startswith(expected) for one in found)
 
 
-def test_bf16_that_sglang_packs_by_itself_is_a_warning(tmp_path: Path) -> None:
+def test_bf16_that_sglang_packs_by_itself_is_a_warning(tmp_path):
     added = "--sglang-quantization fp8 --sglang-ep-size 8"
     (found,) = launched(tmp_path, None, lambda text: text.replace("--sglang-ep-size 8", added))
     assert found.severity == "warning"
@@ -77,7 +71,7 @@ def test_bf16_that_sglang_packs_by_itself_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_sglangs_fp8_parameter_refuses_bf16_only_where_columns_are_cut() -> None:
+def test_sglangs_fp8_parameter_refuses_bf16_only_where_columns_are_cut():
     """Why BF16 sent to an engine in FP8 is an error: it stops there, and elsewhere takes weights for codes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +79,7 @@ def test_sglangs_fp8_parameter_refuses_bf16_only_where_columns_are_cut() -> None
 
         sent = torch.full((4, 4), 0.02, dtype=torch.bfloat16)
 
-        def parameter() -> Any:
+        def parameter():
             codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
             return ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=lambda *given: None)
 

@@ -1,41 +1,37 @@
 """CK748: a launch that builds GPTModel where its checkpoint holds HybridModel, or the other way round."""
 
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
 from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen2-untied"
 
 
 @pytest.fixture(scope="module")
-def hybrid(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hybrid(releases, tmp_path_factory):
     path = tmp_path_factory.mktemp("hybrid") / "megatron"
     convert(releases(NAME), path, dialect="hybrid")
     return path
 
 
-def launched(hf: Path, megatron: Path, dialect: str, *more: str, config: dict[str, Any] | None = None) -> Report:
+def launched(hf, megatron, dialect, *more, config=None):
     args = megatron_args(dims_of(config or HfCheckpoint(hf).config), dialect)
     words = [word for line in launch_flags(args) for word in shlex.split(line)]
     return preflight(arguments=["--hf-checkpoint", str(hf), "--ref-load", str(megatron), *words, *more])
 
 
 @pytest.mark.parametrize("dialect", ["mcore", "hybrid"])
-def test_the_same_class_is_silent(dialect: str, releases: PathOf, converted: PathOf, hybrid: Path) -> None:
+def test_the_same_class_is_silent(dialect, releases, converted, hybrid):
     report = launched(releases(NAME), hybrid if dialect == "hybrid" else converted(NAME), dialect)
     assert not report.findings
     assert "CK748" in {one.code for one in report.checks if one.status == "passed"}
@@ -45,9 +41,7 @@ CLASSES = {"mcore": "GPTModel", "hybrid": "HybridModel"}
 
 
 @pytest.mark.parametrize(("builds", "holds"), [("mcore", "hybrid"), ("hybrid", "mcore")])
-def test_a_checkpoint_of_the_other_class_is_found(
-    builds: str, holds: str, releases: PathOf, converted: PathOf, hybrid: Path, only: OnlyFinding
-) -> None:
+def test_a_checkpoint_of_the_other_class_is_found(builds, holds, releases, converted, hybrid, only):
     megatron = hybrid if holds == "hybrid" else converted(NAME)
     finding = only(launched(releases(NAME), megatron, builds))
     assert (finding.code, finding.severity, finding.file) == ("CK748", "error", str(megatron / "release"))
@@ -56,15 +50,13 @@ def test_a_checkpoint_of_the_other_class_is_found(
     assert f"--dialect {builds}" in finding.hint
 
 
-def test_pattern_of_another_model_is_found_by_the_check_of_arguments(
-    releases: PathOf, hybrid: Path, only: OnlyFinding
-) -> None:
+def test_pattern_of_another_model_is_found_by_the_check_of_arguments(releases, hybrid, only):
     finding = only(launched(releases(NAME), hybrid, "hybrid", "--hybrid-layer-pattern", "*-" * 11 + "*E"))
     assert finding.code == "CK718"
     assert finding.expected.startswith(f"hybrid_layer_pattern = {'*-' * 12}, ")
 
 
-def test_a_provider_of_the_launchs_own_is_not_judged(releases: PathOf, hybrid: Path) -> None:
+def test_a_provider_of_the_launchs_own_is_not_judged(releases, hybrid):
     report = launched(releases(NAME), hybrid, "mcore", "--custom-model-provider-path", "mine.provider")
     assert "CK748" not in {finding.code for finding in report.findings}
 
@@ -76,9 +68,7 @@ MARKED = "|".join(["*-" * 3, "*-" * 4 + "*", "-" + "*-" * 4])
     ("pattern", "pp", "found"),
     [("*-" * 12, 8, ""), ("*-" * 12, 5, "divisible by pp = 5"), (MARKED, 3, ""), (MARKED, 2, "multiple of pp = 2")],
 )
-def test_stages_share_the_layers_of_hybridmodel_or_are_the_marks_in_its_pattern(
-    pattern: str, pp: int, found: str, releases: PathOf, hybrid: Path
-) -> None:
+def test_stages_share_the_layers_of_hybridmodel_or_are_the_marks_in_its_pattern(pattern, pp, found, releases, hybrid):
     """24 layers, of a model of 12, which 8 does not divide."""
     sizes = ["--pipeline-model-parallel-size", str(pp), "--hybrid-layer-pattern", pattern]
     report = launched(releases(NAME), hybrid, "hybrid", *sizes)
@@ -86,7 +76,7 @@ def test_stages_share_the_layers_of_hybridmodel_or_are_the_marks_in_its_pattern(
     assert all(found in one.expected for one in report.findings)
 
 
-def test_tied_embeddings_with_mtp_over_several_stages_are_found(tmp_path: Path, only: OnlyFinding) -> None:
+def test_tied_embeddings_with_mtp_over_several_stages_are_found(tmp_path, only):
     save("mimo-tied-two-layers", CASES["mimo-tied-two-layers"], tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")
     assert not launched(tmp_path / "hf", tmp_path / "hybrid", "hybrid").findings

@@ -2,14 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import PathOf
 from support.messages import text_with
 
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.launch.preflight import preflight
 
 WORDS = {f"w{number}": number for number in range(300)}
@@ -18,20 +14,20 @@ CONFIG = {"eos_token": "w3", "chat_template": "{{ messages }}"}
 MERGES = ["w 1", "w 2"]
 
 
-def write(root: Path, file: str, content: Any) -> None:
+def write(root, file, content):
     (root / file).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def model(vocab: dict[str, int], merges: list[str]) -> dict[str, Any]:
+def model(vocab, merges):
     return {"type": "BPE", "vocab": vocab, "merges": merges}
 
 
-def tokenizer(**changes: Any) -> dict[str, Any]:
+def tokenizer(**changes):
     return {"model": model(WORDS, MERGES), "added_tokens": ADDED} | changes
 
 
 @pytest.fixture
-def sides(releases: PathOf, converted: PathOf, tmp_path: Path) -> tuple[Path, Path]:
+def sides(releases, converted, tmp_path):
     """--hf-checkpoint of qwen2-tied, and the `hf/` beside what it was converted to, both with the same tokenizer."""
     engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     root = shutil.copytree(converted("qwen2-tied"), tmp_path / "megatron")
@@ -42,15 +38,15 @@ def sides(releases: PathOf, converted: PathOf, tmp_path: Path) -> tuple[Path, Pa
     return engine, root / "hf"
 
 
-def report_of(sides: tuple[Path, Path]) -> Report:
+def report_of(sides):
     return preflight(hf_checkpoint=sides[0], ref_load=sides[1].parent)
 
 
-def found(sides: tuple[Path, Path]) -> list[Finding]:
+def found(sides):
     return [finding for finding in report_of(sides).findings if finding.code == "CK716"]
 
 
-def test_one_tokenizer_on_both_sides_is_silent(sides: tuple[Path, Path]) -> None:
+def test_one_tokenizer_on_both_sides_is_silent(sides):
     report = report_of(sides)
     assert (report.status, report.findings) == ("passed", [])
     assert next(check.status for check in report.checks if check.code == "CK716") == "passed"
@@ -69,9 +65,7 @@ SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
         ({"model": model(WORDS, MERGES[::-1])}, "model.merges[0] is 'w 2' but 'w 1' in --hf-checkpoint"),
     ],
 )
-def test_another_vocabulary_beside_the_weights_is_an_error(
-    changes: dict[str, Any], actual: str, sides: tuple[Path, Path]
-) -> None:
+def test_another_vocabulary_beside_the_weights_is_an_error(changes, actual, sides):
     write(sides[1], "tokenizer.json", tokenizer(**changes))
     (finding,) = found(sides)
     assert (finding.severity, finding.actual.partition("; no text")[0]) == ("error", text_with(actual))
@@ -92,9 +86,7 @@ def test_another_vocabulary_beside_the_weights_is_an_error(
         ),
     ],
 )
-def test_another_template_or_special_token_is_a_warning(
-    file: str, content: Any, severity: str, actual: str, sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_template_or_special_token_is_a_warning(file, content, severity, actual, sides, monkeypatch):
     """As a base model beside its instruct sibling has it; ids of a text that differ are an error."""
     monkeypatch.setattr("ckptkit.verify.evidence.side.tokenizers.ask_libraries", lambda *_: ([], "not asked"))
     write(sides[1], file, content)
@@ -103,7 +95,7 @@ def test_another_template_or_special_token_is_a_warning(
     assert finding.actual.startswith(actual)
 
 
-def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_error(sides: tuple[Path, Path]) -> None:
+def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_error(sides):
     engine, _ = sides
     (engine / "tokenizer.json").unlink()
     write(engine, "vocab.json", WORDS)
@@ -114,7 +106,7 @@ def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_erro
     assert [("tokenizer.json" in one.actual, one.severity) for one in found(sides)] == [(True, "error")]
 
 
-def test_two_formats_cannot_be_compared(sides: tuple[Path, Path]) -> None:
+def test_two_formats_cannot_be_compared(sides):
     (sides[0] / "tokenizer.json").unlink()
     (sides[0] / "tokenizer.model").write_bytes(b"one")
     report = report_of(sides)
@@ -122,7 +114,7 @@ def test_two_formats_cannot_be_compared(sides: tuple[Path, Path]) -> None:
     assert "formats" in report.reasons[0]
 
 
-def test_a_tokenizer_that_transformers_refuses_beside_one_that_it_loads(sides: tuple[Path, Path]) -> None:
+def test_a_tokenizer_that_transformers_refuses_beside_one_that_it_loads(sides):
     (sides[0] / "tokenizer.json").rename(sides[0] / "vocab.txt")
     (finding,) = found(sides)
     assert finding.severity == "error"
@@ -130,9 +122,7 @@ def test_a_tokenizer_that_transformers_refuses_beside_one_that_it_loads(sides: t
 
 
 @pytest.mark.parametrize("option", ["", "--sglang-skip-tokenizer-init", "--skip-tokenizer-init"])
-def test_an_engine_without_a_tokenizer_is_an_error_unless_it_is_started_so(
-    option: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_an_engine_without_a_tokenizer_is_an_error_unless_it_is_started_so(option, releases, tmp_path):
     """slime's rollout loads it, where the user has not put another in its place."""
     engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     (engine / "tokenizer.model").unlink()
@@ -149,9 +139,7 @@ def test_an_engine_without_a_tokenizer_is_an_error_unless_it_is_started_so(
         (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer"),
     ],
 )
-def test_finding_names_the_stacks_own_setting_of_the_model(
-    words: list[str], option: str, readers: str, sides: tuple[Path, Path]
-) -> None:
+def test_finding_names_the_stacks_own_setting_of_the_model(words, option, readers, sides):
     (sides[0] / "tokenizer.json").unlink()
     report = preflight(arguments=[*words, f"{option}={sides[0]}"])
     (finding,) = [one for one in report.findings if one.code == "CK716"]
@@ -163,7 +151,7 @@ STOPS = "--rollout-stop-token-ids"
 
 
 @pytest.fixture
-def engine(releases: PathOf, tmp_path: Path) -> Path:
+def engine(releases, tmp_path):
     root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     words = {f"w{number}": number for number in range(300)}
     (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
@@ -172,13 +160,13 @@ def engine(releases: PathOf, tmp_path: Path) -> Path:
     return root
 
 
-def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
+def judged(root, *words):
     report = preflight(root, arguments=words)
     status = next((check.status for check in report.checks if check.code == "CK724"), None)
     return status, [finding for finding in report.findings if finding.code == "CK724"]
 
 
-def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
+def test_a_template_and_stop_ids_that_are_there_pass(engine):
     more = ["--rollout-max-response-len", "8192"]
     assert judged(engine, "--apply-chat-template", STOPS, "3", "5", *more) == ("passed", [])
     assert judged(engine, *more) == (None, [])  # asks for neither
@@ -187,7 +175,7 @@ def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
     assert judged(engine, "--apply-chat-template") == ("passed", [])
 
 
-def test_a_template_that_is_nowhere_and_a_stop_id_beyond_the_vocabulary_are_found(engine: Path) -> None:
+def test_a_template_that_is_nowhere_and_a_stop_id_beyond_the_vocabulary_are_found(engine):
     vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
     status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
     assert (status, finding.actual) == ("failed", f"{STOPS} {vocabulary}, at the command line")

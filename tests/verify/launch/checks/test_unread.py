@@ -4,7 +4,6 @@ import shlex
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
@@ -41,11 +40,11 @@ SLIME = shlex.split(
         ('{"a.b": "c=d"}', False),
     ],
 )
-def test_overrides_are_recognized_by_their_form(word: str, is_one: bool) -> None:
+def test_overrides_are_recognized_by_their_form(word, is_one):
     assert bool(overrides([word])) is is_one
 
 
-def test_launch_arguments_that_matter_and_are_unread_are_listed() -> None:
+def test_launch_arguments_that_matter_and_are_unread_are_listed():
     for words in (
         "--load /runs/a",
         "--ref-ckpt-step 10",
@@ -63,7 +62,7 @@ def test_launch_arguments_that_matter_and_are_unread_are_listed() -> None:
     assert unread(["--hf-checkpoint", "/hf", "--load", "/a"], frozenset({"--load", "--hf-checkpoint"})) == []
 
 
-def test_a_launch_that_is_read_passes(releases: PathOf) -> None:
+def test_a_launch_that_is_read_passes(releases):
     report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=SLIME)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
     assert next(one.status for one in report.checks if one.code == "CK717") == "passed"
@@ -71,7 +70,7 @@ def test_a_launch_that_is_read_passes(releases: PathOf) -> None:
 
 
 @pytest.mark.parametrize("word", ["+a.b=1", "--tp=4"])
-def test_preflight_command_with_an_unread_override_is_inconclusive(word: str, releases: PathOf) -> None:
+def test_preflight_command_with_an_unread_override_is_inconclusive(word, releases):
     done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
     assert done.exit_code == 2
     assert done.output.splitlines()[-1].startswith("INCONCLUSIVE")

@@ -1,7 +1,5 @@
 """Launchers in Python: the words that they give to the trainer, though they are never run."""
 
-from pathlib import Path
-
 import pytest
 from support.messages import text_with
 from support.miles_checkout import printed_words, write_checkout
@@ -9,7 +7,7 @@ from support.miles_checkout import printed_words, write_checkout
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.python.launcher import read_launcher
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord
+from ckptkit.verify.launch.words import UnresolvedWord
 
 LAUNCHER = """
 import re
@@ -106,14 +104,14 @@ COMMANDS = LAUNCHER.replace(
 ).replace("typer.run(main)", "app()")
 
 
-def write(folder: Path, text: str = LAUNCHER, changed: tuple[str, str] = ("", "")) -> Path:
+def write(folder, text=LAUNCHER, changed=("", "")):
     write_checkout(folder)
     script = folder / "scripts" / "run_model.py"
     script.write_text(text.replace(*changed) if changed[0] else text)
     return script
 
 
-def words(read: LaunchText) -> list[str]:
+def words(read):
     return [word.text for word in read.words]
 
 
@@ -133,7 +131,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_words_are_those_that_the_launcher_gives(name: str, tmp_path: Path) -> None:
+def test_words_are_those_that_the_launcher_gives(name, tmp_path):
     changed, environment = CHANGES[name]
     script = write(tmp_path, COMMANDS if name == "nothing" else LAUNCHER, changed)
     read = read_launcher(script, [], environment)
@@ -143,7 +141,7 @@ def test_words_are_those_that_the_launcher_gives(name: str, tmp_path: Path) -> N
     assert variables == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
 
 
-def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path: Path) -> None:
+def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path):
     script = write(tmp_path)
     options = ["--model-name", "small", "--num-nodes=3", "--bridge"]
     given = words(read_launcher(script, options, {}))
@@ -156,7 +154,7 @@ def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path: Pat
         read_launcher(script, ["--nodes", "2"], {})
 
 
-def test_words_stand_at_the_lines_of_their_options(tmp_path: Path) -> None:
+def test_words_stand_at_the_lines_of_their_options(tmp_path):
     script = write(tmp_path)
     places = {word.text: word.place for word in read_launcher(script, [], {}).words}
     line = next(number for number, one in enumerate(LAUNCHER.splitlines(), 1) if "--ref-load" in one)
@@ -172,7 +170,7 @@ UNKNOWN = {
 }
 
 
-def test_commands_with_different_launches_ask_for_the_one_that_is_meant(tmp_path: Path) -> None:
+def test_commands_with_different_launches_ask_for_the_one_that_is_meant(tmp_path):
     two = "args: ScriptArgs):\n    args.num_nodes = 7\n    execute(args)\n\n\n"
     script = write(tmp_path, COMMANDS, ("args: ScriptArgs):\n    pass\n\n\n", two))
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "U.execute_train(" in text)
@@ -183,7 +181,7 @@ def test_commands_with_different_launches_ask_for_the_one_that_is_meant(tmp_path
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_depends_on_anything_else_is_not_known(name: str, tmp_path: Path) -> None:
+def test_what_depends_on_anything_else_is_not_known(name, tmp_path):
     before, after, option, why = UNKNOWN[name]
     text = LAUNCHER.replace("import typer\n", "import typer\nfrom cluster import machine\n")
     assert before in text
@@ -194,7 +192,7 @@ def test_what_depends_on_anything_else_is_not_known(name: str, tmp_path: Path) -
     assert "--sglang-cuda-graph-bs" in [word.text for word in read.words if not isinstance(word, UnresolvedWord)]
 
 
-def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path: Path) -> None:
+def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path):
     change = ("--save {args.output_dir}/{args.run_id}", "--load {args.output_dir}/{U.create_run_id()}")
     read = read_launcher(write(tmp_path, changed=change), [], {})
     assert ("--load" in words(read), read.unresolved) == (True, ())
@@ -208,7 +206,7 @@ def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path:
         (LAUNCHER.replace('"debug"] = "normal"', '"debug"] = "wrong"'), "no call of execute_train"),
     ],
 )
-def test_file_that_starts_no_trainer_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_file_that_starts_no_trainer_is_refused(text, said, tmp_path):
     with pytest.raises(CkptkitError, match=said):
         preflight(script=write(tmp_path, text))
 
@@ -259,7 +257,7 @@ if __name__ == "__main__":
 """
 
 
-def of_slime(folder: Path, place: str = "scripts/run_tiny.py", text: str = OF_SLIME) -> Path:
+def of_slime(folder, place="scripts/run_tiny.py", text=OF_SLIME):
     files = {"slime/utils/external_utils/command_utils.py": UTILS, "scripts/models/tiny.sh": TINY, place: text}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -271,13 +269,13 @@ MODEL_WORDS = ["--num-layers", "4", "--hidden-size", "64", "--rotary-base", "100
 
 
 @pytest.mark.parametrize("place", ["scripts/run_tiny.py", "run_tiny.py", "tests/deep/er/test_tiny.py"])
-def test_models_of_slime_are_scripts_of_its_checkout(place: str, tmp_path: Path) -> None:
+def test_models_of_slime_are_scripts_of_its_checkout(place, tmp_path):
     read = read_launcher(of_slime(tmp_path, place), [], {})
     assert (words(read), read.unresolved) == ([*MODEL_WORDS, "--actor-num-gpus-per-node", "8"], ())
     assert [f"{word.file}:{word.line}" for word in read.words[:2]] == [f"{tmp_path}/scripts/models/tiny.sh:3"] * 2
 
 
-def test_checkout_of_slime_may_be_named_by_a_variable(tmp_path: Path) -> None:
+def test_checkout_of_slime_may_be_named_by_a_variable(tmp_path):
     of_slime(tmp_path / "slime checkout")
     (tmp_path / "run.py").write_text(OF_SLIME)
     for variable in ("SLIME_DIR", "SLIME"):
@@ -288,12 +286,12 @@ def test_checkout_of_slime_may_be_named_by_a_variable(tmp_path: Path) -> None:
     assert "set SLIME_DIR" in line
 
 
-def test_model_of_slime_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_model_of_slime_that_is_not_there_is_named(tmp_path):
     (line,) = read_launcher(of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', '"tinny"')), [], {}).unresolved
     assert "scripts/models/tinny.sh" in line
 
 
-def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path: Path) -> None:
+def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path):
     launcher = of_slime(tmp_path)
     read = read_launcher(launcher, ["--num-gpus", "2"], {"MODEL_ARGS_ROTARY_BASE": "5"})
     assert (words(read)[5], words(read)[-1]) == ("5", "2")
@@ -303,7 +301,7 @@ def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["../../../../etc/passwd\0", "$(touch pwned)", "a'; touch pwned; '"])
-def test_model_name_of_a_launcher_runs_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_of_a_launcher_runs_nothing(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launcher = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', repr(kind)))
     assert read_launcher(launcher, [], {}).unresolved

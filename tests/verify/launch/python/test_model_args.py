@@ -1,7 +1,5 @@
 """Model arguments that Python files give: the words that Python prints, though none of them is run."""
 
-from pathlib import Path
-
 import pytest
 from support.miles_checkout import MODELS, TOOL, printed, write_checkout
 
@@ -14,7 +12,7 @@ VARIABLES = [{}, {"MODEL_ARGS_NUM_LAYERS": "5", "MODEL_ARGS_ROTARY_BASE": "50000
 
 @pytest.mark.parametrize("environment", VARIABLES)
 @pytest.mark.parametrize("name", MODELS)
-def test_arguments_are_those_that_python_prints(name: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_arguments_are_those_that_python_prints(name, environment, tmp_path):
     tool = write_checkout(tmp_path)
     assert model_arguments(tool, name, environment) == printed(tmp_path, tool, [name], environment)
 
@@ -22,7 +20,7 @@ def test_arguments_are_those_that_python_prints(name: str, environment: dict[str
 @pytest.mark.parametrize(
     ("before", "layers"), [("", "61"), ("export MODEL_ARGS_NUM_LAYERS=7\n", "7"), ("MODEL_ARGS_NUM_LAYERS=7\n", "61")]
 )
-def test_bash_script_gets_the_arguments_of_its_model(before: str, layers: str, tmp_path: Path) -> None:
+def test_bash_script_gets_the_arguments_of_its_model(before, layers, tmp_path):
     write_checkout(tmp_path)
     script = tmp_path / "run.sh"
     script.write_text(
@@ -59,7 +57,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_data_is_not_known(name: str, tmp_path: Path) -> None:
+def test_what_is_not_data_is_not_known(name, tmp_path):
     """Nothing is run: no module is imported, no file is opened, and a file made to hang is given up."""
     tool = write_checkout(tmp_path)
     (tmp_path / "scripts" / "models" / "odd.py").write_text(UNKNOWN[name])
@@ -69,7 +67,7 @@ def test_what_is_not_data_is_not_known(name: str, tmp_path: Path) -> None:
     assert read_script(script, environment={}).unresolved
 
 
-def test_model_that_is_not_there_is_not_known(tmp_path: Path) -> None:
+def test_model_that_is_not_there_is_not_known(tmp_path):
     found = model_arguments(write_checkout(tmp_path), "nosuch", {})
     assert isinstance(found, Unknown)
     assert "nosuch.py: No such file" in found.why

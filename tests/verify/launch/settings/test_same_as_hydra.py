@@ -13,7 +13,7 @@ from support.hydra_grammar import compared, overrides
 COMPOSED = json.loads(Path(__file__).with_name("hydra_composed.json").read_text())
 
 
-def test_settings_are_those_of_hydra_or_not_known() -> None:
+def test_settings_are_those_of_hydra_or_not_known():
     outcomes = [compared(overrides(number), composed) for number, composed in enumerate(COMPOSED)]
     assert [(overrides(number), one) for number, one in enumerate(outcomes) if one.startswith("differ")] == []
     counts = Counter(outcomes)

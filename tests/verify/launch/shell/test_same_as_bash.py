@@ -43,12 +43,12 @@ VARIANT = 'MODEL_LAYERS=5 BASE=5000000 source "$(dirname -- "${BASH_SOURCE[0]}")
 
 
 @pytest.fixture
-def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bash:
+def bash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return Bash(tmp_path)
 
 
-def test_words_of_written_scripts_are_those_of_bash(bash: Bash, tmp_path: Path) -> None:
+def test_words_of_written_scripts_are_those_of_bash(bash, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "base.sh").write_text(BASE)
     (tmp_path / "models" / "variant.sh").write_text(VARIANT)
@@ -59,9 +59,9 @@ def test_words_of_written_scripts_are_those_of_bash(bash: Bash, tmp_path: Path) 
 
 
 @pytest.mark.timeout(max(600, CASES))
-def test_words_of_made_scripts_are_those_of_bash_or_not_known(bash: Bash) -> None:
-    outcomes: Counter[str] = Counter()
-    different: dict[int, str] = {}
+def test_words_of_made_scripts_are_those_of_bash_or_not_known(bash):
+    outcomes = Counter()
+    different = {}
     for number in range(CASES):
         outcome = bash.compared(script(number))
         outcomes[outcome.partition(":")[0]] += 1
@@ -76,7 +76,7 @@ TRAIN = "python3 train.py --load /x ${MODEL_ARGS[@]}\n"
 
 
 @pytest.mark.parametrize("source", ["set -ex\nsource models/base.sh\n", "set -o errexit\n. ./models/base.sh\n"])
-def test_file_that_is_sourced_and_missing_ends_the_launch(source: str, bash: Bash, tmp_path: Path) -> None:
+def test_file_that_is_sourced_and_missing_ends_the_launch(source, bash, tmp_path):
     bash.run.write_text(source + TRAIN)
     done = subprocess.run(["bash", bash.run], capture_output=True, text=True, env=bash.environment, check=False)
     assert (done.returncode, "models/base.sh" in done.stderr) == (1, True)
@@ -98,7 +98,7 @@ def test_file_that_is_sourced_and_missing_ends_the_launch(source: str, bash: Bas
         "set -e\nmkdir -p models\ncat > models/base.sh <<E\nMODEL_ARGS=(--num-layers 2)\nE\nsource models/base.sh\n",
     ],
 )
-def test_file_that_need_not_be_there_is_not_known(source: str, bash: Bash) -> None:
+def test_file_that_need_not_be_there_is_not_known(source, bash):
     """Without `set -e` the script goes on; another machine's file, and one that the script writes, are not missed."""
     bash.run.write_text(source + TRAIN)
     read = read_script(bash.run, environment=bash.environment)

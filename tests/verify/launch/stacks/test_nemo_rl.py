@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 from support.messages import text_with
 
@@ -17,12 +16,12 @@ BASE = (Path(__file__).parents[1] / "jobs" / "nemo_rl.yaml").read_text()
 
 
 @pytest.fixture
-def hf(releases: PathOf) -> Path:
+def hf(releases):
     return releases(NAME)
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "base.yaml"
@@ -30,17 +29,17 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def child(base: Path, text: str) -> Path:
+def child(base, text):
     path = base.parent / "job.yaml"
     path.write_text(f"defaults: {base.name}\n{text}")
     return path
 
 
-def model(base: Path, hf: Path, more: str = "") -> Path:
+def model(base, hf, more=""):
     return child(base, f"policy:\n  model_name: {hf}\n{more}")
 
 
-def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None:
+def test_a_first_run_converts_the_model_and_passes(base, hf):
     report = preflight(script=model(base, hf))
     assert passes(report)
     why = "policy.model_name NeMo-RL"
@@ -51,7 +50,7 @@ def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None
     ]
 
 
-def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, converted: PathOf) -> None:
+def test_a_checkpoint_of_megatron_with_sizes_passes(base, hf, converted):
     sizes = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, expert_model_parallel_size: 4}"
     checkpoint = f"pretrained_checkpoint: {{path: {converted(NAME)}, format: megatron_lm}}"
     report = preflight(script=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
@@ -62,9 +61,7 @@ def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, conver
     assert {"CK701", "CK703", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
 
 
-def test_a_converted_copy_is_loaded_instead_of_the_model(
-    base: Path, releases: PathOf, converted: PathOf, only: OnlyFinding
-) -> None:
+def test_a_converted_copy_is_loaded_instead_of_the_model(base, releases, converted, only):
     own = Path(shutil.copytree(releases(NAME), base.parent / "model"))
     copy = base.parent / "copies" / f"model_{str(own).replace('/', '_')}" / "iter_0000000"
     shutil.copytree(converted(NAME) / "release", copy)
@@ -81,7 +78,7 @@ def test_a_converted_copy_is_loaded_instead_of_the_model(
     assert (finding.code, finding.severity) == ("CK711", "warning")
 
 
-def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathOf, only: OnlyFinding) -> None:
+def test_a_run_resumes_from_its_last_step(base, hf, converted, only):
     for step in (2, 10):
         weights = base.parent / "results" / f"step_{step}" / "policy" / "weights"
         shutil.copytree(converted(NAME) / "release", weights / "iter_0000000")
@@ -97,7 +94,7 @@ def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathO
     assert (finding.code, finding.severity, finding.file) == ("CK713", "error", "results/step_10/policy/weights")
 
 
-def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFinding) -> None:
+def test_gpus_left_for_training_are_compared(base, hf, only):
     """One node of 8 less 2 GPUs, which 4 stages do not divide; of 3 nodes one generates."""
     resources = "  generation: {colocated: {enabled: false, resources: {%s}}}\n"
     assert passes(preflight(script=model(base, hf, f"{resources % 'num_nodes: 1'}cluster: {{num_nodes: 3}}\n")))
@@ -124,16 +121,14 @@ def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFin
         ("  model_name: /nowhere/model\n", "CK714", "no such directory"),
     ],
 )
-def test_a_checkpoint_that_nemo_rl_refuses_is_found(
-    text: str, code: str, actual: str, base: Path, hf: Path, converted: PathOf, only: OnlyFinding
-) -> None:
+def test_a_checkpoint_that_nemo_rl_refuses_is_found(text, code, actual, base, hf, converted, only):
     root = str(converted(NAME))
     policy = text if "model_name" in text else f"  model_name: {hf}\n{text.replace('ROOT', root)}"
     finding = only(preflight(script=child(base, f"policy:\n{policy}")))
     assert (finding.code, finding.actual) == (code, text_with(actual.replace("ROOT", root)))
 
 
-def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
+def test_sglang_and_no_megatron_pass(base, hf):
     text = (
         "  megatron_cfg: {enabled: false}\n  dtensor_cfg: {enabled: true}\n  generation:\n    backend: sglang\n"
         "    sglang_cfg: {model_path: '${policy.model_name}', tp_size: 2}\n"
@@ -156,26 +151,26 @@ OF_MODEL = "policy: {model_name: MODEL, megatron_cfg: "
         (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not given"),
     ],
 )
-def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str, base: Path, hf: Path) -> None:
+def test_what_cannot_be_told_makes_the_report_inconclusive(text, line, base, hf):
     report = preflight(script=child(base, text.replace("MODEL", str(hf))))
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any(one == text_with(line) for one in report.facts["not read"])
 
 
-def test_a_section_that_says_override_replaces_the_inherited_one(base: Path, hf: Path) -> None:
+def test_a_section_that_says_override_replaces_the_inherited_one(base, hf):
     """`cluster` loses its number of GPUs, so nothing says how many there are."""
     report = preflight(script=model(base, hf, "cluster: {_override_: true, num_nodes: 2}\n"))
     assert next(one.status for one in report.checks if one.code == "CK722") == "skipped"
     assert report.facts["not read"] == [text_with("cluster.gpus_per_node NeMo-RL")]
 
 
-def test_a_yaml_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_yaml_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("services: {web: {}}\n")
     with pytest.raises(CkptkitError, match="services"):
         preflight(script=tmp_path / "a.yaml")
 
 
-def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base: Path, hf: Path) -> None:
+def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base, hf):
     file = model(base, hf)
     base.unlink()
     report = preflight(script=file)

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 from support.messages import text_with
 
@@ -15,12 +14,12 @@ JOB = (Path(__file__).parents[1] / "jobs" / "roll.yaml").read_text()
 
 
 @pytest.fixture
-def hf(releases: PathOf) -> Path:
+def hf(releases):
     return releases(NAME)
 
 
 @pytest.fixture
-def job(hf: Path, tmp_path: Path) -> Path:
+def job(hf, tmp_path):
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "envs.yaml").write_text("custom_envs: {}\n")
     path = tmp_path / "jobs" / "job.yaml"
@@ -29,7 +28,7 @@ def job(hf: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_first_run_passes(job: Path, hf: Path) -> None:
+def test_a_first_run_passes(job, hf):
     report = preflight(script=job)
     assert passes(report)
     assert loads(report) == [
@@ -44,16 +43,14 @@ def test_a_first_run_passes(job: Path, hf: Path) -> None:
     assert [line.partition(" loads ")[0] for line in loads(report)] == ["actor", "rollout engine"]
 
 
-def test_a_critic_loads_reward_pretrain(job: Path, releases: PathOf) -> None:
+def test_a_critic_loads_reward_pretrain(job, releases):
     given = ["adv_estimator=gae", f"reward_pretrain={releases('qwen2-tied')}", "+critic.device_mapping=[0,1]"]
     report = preflight(script=job, arguments=[*given, "+critic.strategy_args.strategy_name=megatron_train"])
     assert passes(report)
     assert f"critic loads {releases('qwen2-tied')} (HF): reward_pretrain" in loads(report)
 
 
-def test_megatron_weights_beside_the_model_count_instead(
-    job: Path, hf: Path, converted: PathOf, tmp_path: Path
-) -> None:
+def test_megatron_weights_beside_the_model_count_instead(job, hf, converted, tmp_path):
     own = Path(shutil.copytree(hf, tmp_path / "model"))
     (own / "mca_config.json").write_text("{}")
     shutil.copytree(converted(NAME) / "release", own / "iter_0000001" / "dist_model")
@@ -62,7 +59,7 @@ def test_megatron_weights_beside_the_model_count_instead(
     assert loads(report)[0].startswith(f"actor loads {own / 'iter_0000001' / 'dist_model'} (Megatron): ")
 
 
-def test_a_run_is_resumed_from_a_path(job: Path, converted: PathOf, tmp_path: Path) -> None:
+def test_a_run_is_resumed_from_a_path(job, converted, tmp_path):
     step = tmp_path / "checkpoint-20"
     shutil.copytree(converted(NAME) / "release", step / "iter_0000001" / "dist_model")
     (step / "latest_checkpointed_iteration.txt").write_text("1")
@@ -71,7 +68,7 @@ def test_a_run_is_resumed_from_a_path(job: Path, converted: PathOf, tmp_path: Pa
     assert loads(report)[0].startswith(f"actor loads {step / 'iter_0000001' / 'dist_model'} (Megatron): to resume")
 
 
-def test_devices_that_do_not_divide_are_found_with_both_places(job: Path) -> None:
+def test_devices_that_do_not_divide_are_found_with_both_places(job):
     finding, experts = preflight(script=job, arguments=["actor_train.device_mapping=list(range(0,6))"]).findings
     config = "actor_train.strategy_args.strategy_config"
     assert finding.code == "CK722"
@@ -81,7 +78,7 @@ def test_devices_that_do_not_divide_are_found_with_both_places(job: Path) -> Non
     assert experts.expected == text_with("GPUs = 2 2 2 = 8")
 
 
-def test_experts_take_the_tensor_parallel_size_where_they_have_none(job: Path) -> None:
+def test_experts_take_the_tensor_parallel_size_where_they_have_none(job):
     """8 GPUs hold no 4 x 2 x 2."""
     report = preflight(script=job, arguments=["actor_train.strategy_args.strategy_config.expert_model_parallel_size=4"])
     found = [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"]
@@ -91,9 +88,7 @@ def test_experts_take_the_tensor_parallel_size_where_they_have_none(job: Path) -
     assert {finding.code for finding in report.findings} == {"CK703", "CK722"}
 
 
-def test_paths_that_are_not_what_they_must_be_are_found(
-    job: Path, hf: Path, converted: PathOf, releases: PathOf, only: OnlyFinding
-) -> None:
+def test_paths_that_are_not_what_they_must_be_are_found(job, hf, converted, releases, only):
     other = releases("qwen2-tied")
     for word, code, actual in (
         ("resume_from_checkpoint=/nowhere/checkpoint-8", "CK713", "no such directory"),
@@ -114,7 +109,7 @@ def test_paths_that_are_not_what_they_must_be_are_found(
         ("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=${tp}", "${tp} names no setting"),
     ],
 )
-def test_what_cannot_be_told_makes_the_report_inconclusive(word: str, line: str, job: Path) -> None:
+def test_what_cannot_be_told_makes_the_report_inconclusive(word, line, job):
     report = preflight(script=job, arguments=[word])
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any(one == text_with(line) for one in report.facts["not read"])
@@ -129,7 +124,7 @@ def test_what_cannot_be_told_makes_the_report_inconclusive(word: str, line: str,
         ("../common/traj_envs@_here_", "inconclusive"),  # the folder is there, and the file is not
     ],
 )
-def test_files_of_rolls_own_examples_need_not_be_there(name: str, status: str, job: Path) -> None:
+def test_files_of_rolls_own_examples_need_not_be_there(name, status, job):
     """They hold environments and settings of DeepSpeed, and no path or size of a role."""
     text = job.read_text().replace("../common/envs@_here_", name)
     job.write_text(text)
@@ -147,7 +142,7 @@ OF_A_SUBJECT = (
 )
 
 
-def distillation(job: Path, teacher: str) -> str:
+def distillation(job, teacher):
     """The job as on-policy distillation, whose roles have other names in its file."""
     text = job.read_text().split("reference:")[0]
     text = text.replace("actor_infer:\n", "student_infer:\n  model_args: {model_name_or_path: '${pretrain}'}\n")
@@ -157,7 +152,7 @@ def distillation(job: Path, teacher: str) -> str:
 
 
 @pytest.mark.parametrize("text", [TEACHER, OF_A_SUBJECT])
-def test_distillation_reads_students_as_actors_and_finds_the_teacher(text: str, job: Path, hf: Path) -> None:
+def test_distillation_reads_students_as_actors_and_finds_the_teacher(text, job, hf):
     first = job.read_text()
     for name, findings in ((str(hf), []), ("/nowhere/teacher", [("CK714", "no such directory")])):
         job.write_text(first)
@@ -172,7 +167,7 @@ def test_distillation_reads_students_as_actors_and_finds_the_teacher(text: str, 
     assert str(hf) in finding.actual
 
 
-def test_devices_that_do_not_count_from_0_are_found(job: Path, tmp_path: Path) -> None:
+def test_devices_that_do_not_count_from_0_are_found(job, tmp_path):
     """ROLL counts the GPUs of device_mapping from the first of a node, and sets the variable for each worker."""
     script = tmp_path / "run.sh"
     start = f"python3 start_rlvr_pipeline.py --config_path {job.parent} --config_name {job.stem}\n"

@@ -2,18 +2,14 @@
 
 import json
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from mutations.edits import edit_config
-from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
-from ckptkit.verify.core.report import Finding, Report
 from ckptkit.verify.launch.preflight import preflight
 
 AR = "actor_rollout_ref"
@@ -41,12 +37,12 @@ ROLL = {
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
 
 
-def of_verl(hf: Path, *more: str) -> Report:
+def of_verl(hf, *more):
     given = [
         *("algorithm.adv_estimator=grpo", f"{AR}.model.path={hf}", "trainer.resume_mode=disable"),
         *("trainer.nnodes=1", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=1"),
@@ -55,19 +51,19 @@ def of_verl(hf: Path, *more: str) -> Report:
     return preflight(arguments=[*given, *more])
 
 
-def of_file(job: dict[str, Any], words: str, hf: Path, *more: str) -> Report:
+def of_file(job, words, hf, *more):
     Path("job.yaml").write_text(yaml.safe_dump(job))
     return preflight(script="job.yaml", arguments=[*words.format(hf=hf).split(), *more])
 
 
-REPORTS: dict[str, Callable[..., Report]] = {
+REPORTS = {
     "verl": of_verl,
     "NeMo-RL": partial(of_file, NEMO_RL, f"policy.model_name={{hf}} {DTENSOR}"),
     "ROLL": partial(of_file, ROLL, "pretrain={hf}"),
 }
 
 
-def found_by(stack: str, hf: Path, *more: str) -> list[Finding]:
+def found_by(stack, hf, *more):
     return list(REPORTS[stack](hf, *more).findings)
 
 
@@ -86,7 +82,7 @@ TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor
 @pytest.mark.parametrize(
     ("stack", "row"), [(stack, row) for stack, rows in tomllib.loads(REFUSED.read_text()).items() for row in rows]
 )
-def test_settings_that_do_not_go_together_are_found(stack: str, row: dict[str, str], releases: PathOf) -> None:
+def test_settings_that_do_not_go_together_are_found(stack, row, releases):
     hf, right = releases(DENSE), row.get("right", "").split()
     assert [str(one) for one in STACKS[stack](hf, *right)] == []
     found = [one for one in STACKS[stack](hf, *right, *row["breaks"].split()) if one.code == row["code"]]
@@ -100,15 +96,13 @@ def test_settings_that_do_not_go_together_are_found(stack: str, row: dict[str, s
         ("NeMo-RL", f"{VLLM}.tensor_parallel_size=2", f"++{VLLM}.precision=fp8"),
     ],
 )
-def test_ranks_that_cut_blocks_which_are_sent_in_fp8_are_found(
-    stack: str, ranks: str, fp8: str, releases: PathOf
-) -> None:
+def test_ranks_that_cut_blocks_which_are_sent_in_fp8_are_found(stack, ranks, fp8, releases):
     assert STACKS[stack](releases(MIXTURE), ranks) == []
     found = [one.expected for one in STACKS[stack](releases(MIXTURE), ranks, fp8) if one.code == "CK722"]
     assert any(one.startswith("moe_intermediate_size") and one.endswith("block of 128") for one in found)
 
 
-def test_sizes_that_share_the_heads_out_are_right(releases: PathOf) -> None:
+def test_sizes_that_share_the_heads_out_are_right(releases):
     """10 heads in 2 groups: over 2 and 10 ranks by Ulysses and vLLM, over 2 by DTensor, which replicates none."""
     hf, gpus = releases(DENSE), "trainer.n_gpus_per_node=10"
     given = [gpus, "data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=100"]
@@ -118,17 +112,17 @@ def test_sizes_that_share_the_heads_out_are_right(releases: PathOf) -> None:
     assert nemo_rl(hf, "cluster.gpus_per_node=10", "policy.dtensor_cfg.tensor_parallel_size=2") == []
 
 
-def test_layers_that_nemo_rl_leaves_in_bf16_are_not_held_against_blocks(releases: PathOf) -> None:
+def test_layers_that_nemo_rl_leaves_in_bf16_are_not_held_against_blocks(releases):
     given = [f"{VLLM}.tensor_parallel_size=2", f"++{VLLM}.precision=fp8"]
     for more in (f"++{VLLM}.num_first_layers_in_bf16=1", f"++{VLLM}.quantization_ignored_layer_kws=[experts]"):
         assert nemo_rl(releases(MIXTURE), *given, more) == []
 
 
-def test_a_quantized_model_that_verl_updates_in_bf16_is_found(releases: PathOf, copy_of: CopyOf) -> None:
+def test_a_quantized_model_that_verl_updates_in_bf16_is_found(releases, copy_of):
     hf = copy_of(releases(DENSE))
     edit_config(hf, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
 
-    def found(*more: str) -> list[str]:
+    def found(*more):
         return [one.expected for one in verl(hf, *more) if one.code == "CK747"]
 
     sglang = f"{ROLLOUT}.name=sglang"
@@ -141,7 +135,7 @@ def test_a_quantized_model_that_verl_updates_in_bf16_is_found(releases: PathOf, 
 PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size"
 
 
-def test_another_program_of_verl_is_not_judged_by_the_rules_of_one(releases: PathOf) -> None:
+def test_another_program_of_verl_is_not_judged_by_the_rules_of_one(releases):
     program = "verl.experimental.fully_async_policy.fully_async_main"
     given = f"{AR}.model.path={releases(DENSE)} {ACTOR}.checkpoint.async_save=True"
     for name, judged in (("verl.trainer.main_ppo", True), (program, False)):
@@ -168,9 +162,7 @@ FOUR_NODES = "cluster.num_nodes=4"
         ([FOUR_NODES, *TEACHER, "cluster.gpus_per_node=4"], 3, ["4"]),
     ],
 )
-def test_nodes_of_a_reward_model_and_of_teachers_are_taken_from_the_trainer(
-    words: list[str], stages: int, gpus: list[str], releases: PathOf
-) -> None:
+def test_nodes_of_a_reward_model_and_of_teachers_are_taken_from_the_trainer(words, stages, gpus, releases):
     """A teacher has one node of 8 GPUs by default. Source: NeMo-RL `grpo.py`, `opd.py` (TeacherResourceConfig)."""
     model = f"++on_policy_distillation.teacher_model_by_agent_name.a={releases(DENSE)}"
     found = nemo_rl(releases(MIXTURE), *NEMO_RL_MEGATRON, model, *words, f"{PIPELINE}={stages}")
@@ -178,7 +170,7 @@ def test_nodes_of_a_reward_model_and_of_teachers_are_taken_from_the_trainer(
     assert [one.actual.partition(" GPUs")[0].partition(":")[0] for one in found] == gpus
 
 
-def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, copy_of: CopyOf) -> None:
+def test_names_of_engines_and_of_the_user_are_no_misspelling(releases, copy_of):
     hf = releases(DENSE)
     free = [
         *("++policy.generation.vllm_kwargs.max_num_seq=8", "++env.mine.sedd=1"),
@@ -204,7 +196,7 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
         ("verl", ["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"]),
     ],
 )
-def test_settings_that_go_together_are_right(stack: str, words: list[str], releases: PathOf) -> None:
+def test_settings_that_go_together_are_right(stack, words, releases):
     found = STACKS[stack](releases(DENSE), *words)
     assert [one for one in found if one.code == "CK746" or "nodes" in one.expected] == []
 
@@ -221,9 +213,7 @@ DTENSOR_LORA = "++policy.dtensor_cfg.lora_cfg"
         ("NeMo-RL", [f"{DTENSOR_LORA}.enabled=true", f"{DTENSOR_LORA}.dim=4"], "of rank 4", "merges it"),
     ],
 )
-def test_an_adapter_is_in_what_would_be_loaded(
-    stack: str, words: list[str], adapter: str, engine: str, releases: PathOf
-) -> None:
+def test_an_adapter_is_in_what_would_be_loaded(stack, words, adapter, engine, releases):
     lines = REPORTS[stack](releases(DENSE), *words).facts["what would be loaded"]
     (line,) = [one for one in lines if "adapter" in one]
     assert adapter in line

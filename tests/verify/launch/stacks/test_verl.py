@@ -2,10 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 from support.messages import text_with
 
@@ -20,26 +18,26 @@ GRPO = ["--config-name=ppo_megatron_trainer", "algorithm.adv_estimator=grpo", "a
 
 
 @pytest.fixture
-def hf(releases: PathOf) -> Path:
+def hf(releases):
     return releases(NAME)
 
 
 @pytest.fixture
-def torch_dist(converted: PathOf) -> Path:
+def torch_dist(converted):
     """The iteration itself, which verl loads."""
     return converted(NAME) / "release"
 
 
-def dist(role: str, path: Path) -> list[str]:
+def dist(role, path):
     prefix = f"actor_rollout_ref.{role}.megatron"
     return [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={path}"]
 
 
-def words(hf: Path, *more: str) -> list[str]:
+def words(hf, *more):
     return [*GRPO, f"actor_rollout_ref.model.path={hf}", *more]
 
 
-def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_run_from_hf_passes(hf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = preflight(arguments=words(hf, f"{ACTOR}.use_kl_loss=True"))
     assert passes(report)
@@ -53,7 +51,7 @@ def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytes
     ]
 
 
-def test_a_critic_is_loaded_for_gae_and_fsdp_through_no_bridge(hf: Path, releases: PathOf) -> None:
+def test_a_critic_is_loaded_for_gae_and_fsdp_through_no_bridge(hf, releases):
     other = releases("qwen2-tied")
     given = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=gae", f"critic.model.path={other}"]
     report = preflight(arguments=["--config-name=ppo_trainer", *given, NEW])
@@ -63,7 +61,7 @@ def test_a_critic_is_loaded_for_gae_and_fsdp_through_no_bridge(hf: Path, release
     assert not [line for line in loads(report) if "bridge" in line]
 
 
-def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf: Path, torch_dist: Path) -> None:
+def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf, torch_dist):
     megatron = f"{ACTOR}.megatron"
     sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "expert_model_parallel_size=4"]
     given = [*dist("actor", torch_dist), *dist("ref", torch_dist), *(f"{megatron}.{size}" for size in sizes)]
@@ -79,7 +77,7 @@ def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf: Path, torch_di
     assert {"CK701", "CK703", "CK711", "CK714", "CK717", "CK722"} <= ran
 
 
-def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf: Path, torch_dist: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf, torch_dist, tmp_path):
     actor = tmp_path / "run" / "global_step_40" / "actor"
     shutil.copytree(torch_dist, actor / "model" / "dist_ckpt")
     (tmp_path / "run" / TRACKER).write_text("40")
@@ -91,7 +89,7 @@ def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf: Path, tor
     assert reference == f"reference loads {hf} (HF): actor_rollout_ref.model.path, through a bridge"
 
 
-def test_a_step_of_hf_weights_is_resumed_by_its_path(hf: Path, tmp_path: Path) -> None:
+def test_a_step_of_hf_weights_is_resumed_by_its_path(hf, tmp_path):
     step = tmp_path / "global_step_7"
     shutil.copytree(hf, step / "actor" / "huggingface")
     report = preflight(arguments=words(hf, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"))
@@ -99,7 +97,7 @@ def test_a_step_of_hf_weights_is_resumed_by_its_path(hf: Path, tmp_path: Path) -
     assert loads(report)[0].startswith(f"actor loads {step / 'actor' / 'huggingface'} (HF): trainer.resume_from_path")
 
 
-def test_settings_of_a_file_with_its_defaults_pass(hf: Path, tmp_path: Path) -> None:
+def test_settings_of_a_file_with_its_defaults_pass(hf, tmp_path):
     (tmp_path / "sizes.yaml").write_text("cut: 2\n")
     file = tmp_path / "job.yaml"
     file.write_text(
@@ -118,7 +116,7 @@ def test_settings_of_a_file_with_its_defaults_pass(hf: Path, tmp_path: Path) -> 
     assert ("CK703", "num_attention_heads = 10") in found
 
 
-def test_sizes_and_paths_that_are_not_right_are_found(hf: Path, torch_dist: Path, only: OnlyFinding) -> None:
+def test_sizes_and_paths_that_are_not_right_are_found(hf, torch_dist, only):
     key = "megatron.tensor_model_parallel_size"
     finding = only(preflight(arguments=words(hf, f"{ACTOR}.use_kl_loss=true", f"{REF}.{key}=2", NEW)))
     assert (finding.code, finding.severity) == ("CK722", "warning")
@@ -144,9 +142,7 @@ def test_sizes_and_paths_that_are_not_right_are_found(hf: Path, torch_dist: Path
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"], *("CK713", "nothing")),
     ],
 )
-def test_a_path_that_is_not_there_is_found(
-    more: list[str], code: str, actual: str, hf: Path, only: OnlyFinding
-) -> None:
+def test_a_path_that_is_not_there_is_found(more, code, actual, hf, only):
     finding = only(preflight(arguments=words(hf, NEW, *more)))
     assert (finding.code, finding.severity, finding.actual) == (code, "error", text_with(actual))
 
@@ -160,9 +156,7 @@ def test_a_path_that_is_not_there_is_found(
         ("20", "CK713", "no such directory"),
     ],
 )
-def test_a_run_that_would_not_resume_is_found(
-    tracker: str | None, code: str, actual: str, hf: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_run_that_would_not_resume_is_found(tracker, code, actual, hf, tmp_path, only):
     (tmp_path / "global_step_20").mkdir()
     if tracker:
         (tmp_path / TRACKER).write_text(tracker)
@@ -181,20 +175,20 @@ def test_a_run_that_would_not_resume_is_found(
         (["++actor_rollout_ref.model.override_config.model_config.num_hidden_layers=2"], "2: not looked at"),
     ],
 )
-def test_what_cannot_be_told_makes_the_report_inconclusive(more: list[str], line: str, hf: Path) -> None:
+def test_what_cannot_be_told_makes_the_report_inconclusive(more, line, hf):
     report = preflight(arguments=words(hf, NEW, *more))
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any(one == text_with(line) for one in report.facts["not read"])
 
 
-def test_options_of_the_command_line_count_before_the_settings_or_are_refused(hf: Path, torch_dist: Path) -> None:
+def test_options_of_the_command_line_count_before_the_settings_or_are_refused(hf, torch_dist):
     report = preflight(hf_checkpoint=hf, arguments=words(Path("/elsewhere/model"), NEW))
     assert passes(report)
     note = f"--hf-checkpoint {hf} actor_rollout_ref.model.path (the command line) /elsewhere/model"
     assert report.facts["notes"] == [text_with(note)]
     given = words(hf, *dist("actor", torch_dist), NEW)
     assert passes(preflight(load=torch_dist, hf_checkpoint=hf, arguments=given))
-    refused: dict[str, dict[str, Any]] = {
+    refused = {
         "the actor loads": {"load": torch_dist.parent},
         "reference": {"ref_load": torch_dist},
         "--tp 2.*1": {"tp": 2},
@@ -220,7 +214,7 @@ python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatro
 """
 
 
-def test_a_script_of_verl_is_read_with_its_lines(hf: Path, tmp_path: Path, only: OnlyFinding) -> None:
+def test_a_script_of_verl_is_read_with_its_lines(hf, tmp_path, only):
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT.replace("HF", str(hf)).replace("NODES", "1"))
     report = preflight(script=script)

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.shell.read import read_script
@@ -30,7 +29,7 @@ def main():
 """
 
 
-def suite(tmp_path: Path, hf: Path, nodes: str) -> Path:
+def suite(tmp_path, hf, nodes):
     for folder in ("tests/suites", "configs/recipes", "examples/configs"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests/suites/common.env").write_text(COMMON)
@@ -45,11 +44,11 @@ def suite(tmp_path: Path, hf: Path, nodes: str) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_copies(tmp_path, monkeypatch):
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
 
 
-def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases, tmp_path, only):
     script = suite(tmp_path, releases("qwen3_moe"), "2")
     report = preflight(script=script)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
@@ -65,9 +64,7 @@ def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_
 
 
 @pytest.mark.parametrize("how", ["bash $HERE/job.sh", "NAME=job bash ./tests/suites/job.sh", "COMMAND"])
-def test_script_that_starts_another_one_is_read(
-    how: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: OnlyFinding
-) -> None:
+def test_script_that_starts_another_one_is_read(how, releases, tmp_path, monkeypatch, only):
     suite(tmp_path, releases("qwen3_moe"), "1")
     monkeypatch.chdir(tmp_path)
     if how == "COMMAND":
@@ -83,7 +80,7 @@ COMMAND=$COMMAND sbatch --nodes=1 ray.sub"""
     assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
 
 
-def test_file_of_roll_stands_beside_its_program(tmp_path: Path, only: OnlyFinding, releases: PathOf) -> None:
+def test_file_of_roll_stands_beside_its_program(tmp_path, only, releases):
     job = tmp_path / "examples" / "job"
     job.mkdir(parents=True)
     (job / "sft.yaml").write_text(SFT.replace("HF", str(releases("qwen3_moe"))).replace("0,8", "0,6"))
@@ -106,9 +103,7 @@ def test_file_of_roll_stands_beside_its_program(tmp_path: Path, only: OnlyFindin
         (DISTILL, "teacher_pretrain: HF", "teacher_pretrain: /nosuch", "CK714"),
     ],
 )
-def test_fine_tuning_and_distillation_of_roll_are_read(
-    text: str, before: str, after: str, code: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_fine_tuning_and_distillation_of_roll_are_read(text, before, after, code, releases, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text((text.replace(before, after) if before else text).replace("HF", str(releases("qwen3_moe"))))
     report = preflight(script=job)
@@ -116,7 +111,7 @@ def test_fine_tuning_and_distillation_of_roll_are_read(
     assert report.status == ("failed" if code else "passed")
 
 
-def test_fine_tuning_of_verl_is_read(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_fine_tuning_of_verl_is_read(releases, tmp_path, only):
     script, local = tmp_path / "run.sh", tmp_path / "local"
     text = VERL_SFT.replace("HF", str(releases("qwen3_moe"))).replace("LOCAL", str(local))
     script.write_text(text)
@@ -141,9 +136,7 @@ def test_fine_tuning_of_verl_is_read(releases: PathOf, tmp_path: Path, only: Onl
         ("--nproc_per_node=6", "engine=fsdp engine.ulysses_sequence_parallel_size=3", "10"),  # heads
     ],
 )
-def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(
-    ranks: str, words: str, found: str, releases: PathOf, tmp_path: Path
-) -> None:
+def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(ranks, words, found, releases, tmp_path):
     script, model = tmp_path / "run.sh", f"model.path={releases('qwen3_moe')} data.train_files=/d.parquet"
     script.write_text(f"torchrun {ranks} -m verl.trainer.sft_trainer {model} {words} trainer.project_name=sft\n")
     report = preflight(script=script)
@@ -152,7 +145,7 @@ def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(
     assert {one.code: one.status for one in report.checks}["CK722"] == ("failed" if found else "passed")
 
 
-def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+def test_rollout_of_verl_has_its_own_gpus(releases, tmp_path, only):
     script = tmp_path / "run.sh"
     text = ASYNC.replace("HF", str(releases("qwen3_moe")))
     script.write_text(text)
@@ -177,9 +170,7 @@ def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only
         ({"actor": [1, 8], "advantages": [1, 0]}, "--actor-num-nodes 2", ("", "2"), None),
     ],
 )
-def test_resources_of_relax_are_the_gpus_of_its_roles(
-    resource: dict[str, list[int]], options: str, actor: tuple[str, str], rollout: str | None
-) -> None:
+def test_resources_of_relax_are_the_gpus_of_its_roles(resource, options, actor, rollout):
     command = f"python3 -m relax.entrypoints.train --resource '{json.dumps(resource)}' {options} --hf-checkpoint /x"
     words = [word.text for word in read_script(None, command, environment={}).words]
     given = dict(itertools.pairwise(words))

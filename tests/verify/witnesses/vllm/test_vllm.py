@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from mutations.edits import edit_index, edit_json
 from support import models
-from support.fixture_types import PathOf
 from support.messages import text_with
 from support.processes import ckptkit
 from support.sglang_runs import Case, answered, checked
@@ -32,7 +31,7 @@ AGAINST = frozenset({"vllm"})
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_sound_checkpoint_passes_from_hf_and_megatron(releases: PathOf, converted: PathOf) -> None:
+def test_a_sound_checkpoint_passes_from_hf_and_megatron(releases, converted):
     done = ckptkit("verify", releases("qwen3_moe"), "--against-vllm", "--json", "--tp", "2", "--ep", "2")
     report = json.loads(done.stdout)
     assert (done.returncode, report["status"]) == (0, "passed"), done.stderr
@@ -47,7 +46,7 @@ def test_a_sound_checkpoint_passes_from_hf_and_megatron(releases: PathOf, conver
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_missing_expert_is_an_error(releases: PathOf, copy_of: PathOf) -> None:
+def test_a_missing_expert_is_an_error(releases, copy_of):
     broken = copy_of(releases("glm4_moe"))
     name = "model.layers.3.mlp.experts.4.up_proj.weight"
     models.edit(broken, name, None)
@@ -59,7 +58,7 @@ def test_a_missing_expert_is_an_error(releases: PathOf, copy_of: PathOf) -> None
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_a_key_that_config_lacks_is_an_error_without_a_gpu_too(releases: PathOf, copy_of: PathOf) -> None:
+def test_a_key_that_config_lacks_is_an_error_without_a_gpu_too(releases, copy_of):
     """transformers 5 does not write `norm_topk_prob`, which releases of Qwen3-VL-MoE have and vLLM reads."""
     sound = copy_of(releases("qwen3_vl_moe"))
     report = verify(sound, against=AGAINST)
@@ -73,7 +72,7 @@ def test_a_key_that_config_lacks_is_an_error_without_a_gpu_too(releases: PathOf,
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_int4_is_compared_before_repacking_alone(releases: PathOf, tmp_path: Path) -> None:
+def test_int4_is_compared_before_repacking_alone(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
     report = verify(tmp_path / "int4", against=AGAINST)
     assert report.status == "inconclusive"
@@ -81,7 +80,7 @@ def test_int4_is_compared_before_repacking_alone(releases: PathOf, tmp_path: Pat
     assert report.reasons == [text_with("CK526 CUDA vLLM's GPU")]
 
 
-def test_a_python_that_does_not_run_is_bad_usage(releases: PathOf, tmp_path: Path) -> None:
+def test_a_python_that_does_not_run_is_bad_usage(releases, tmp_path):
     path = tmp_path / "python"
     with pytest.raises(UsageError, match="python"):
         verify(releases("qwen2-tied"), against=AGAINST, pythons={"vllm": str(path)})
@@ -91,9 +90,7 @@ def test_a_python_that_does_not_run_is_bad_usage(releases: PathOf, tmp_path: Pat
         Interpreter(str(path)).release("vllm")
 
 
-def test_a_witness_elsewhere_sees_ckptkit_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_witness_elsewhere_sees_ckptkit_and_nothing_beside_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
@@ -103,7 +100,7 @@ def test_a_witness_elsewhere_sees_ckptkit_and_nothing_beside_it(
     assert "/of/this/environment" in Interpreter().environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
 
 
-def test_doctor_looks_into_the_environment_of_each_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_looks_into_the_environment_of_each_program(tmp_path, monkeypatch):
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
     monkeypatch.setattr(Interpreter, "release", lambda self, name: {"vllm": "0.26.0", "torch": "2.11.0"}.get(name))
@@ -124,18 +121,16 @@ def test_doctor_looks_into_the_environment_of_each_program(tmp_path: Path, monke
         ({"tp": 2, "ep": 2, "etp": 2}, None, None),
     ],
 )
-def test_sizes_that_an_engine_can_have(
-    given: dict[str, int], vllm: EngineSizes | None, sglang: EngineSizes | None, tmp_path: Path
-) -> None:
-    subject = Subject(tmp_path, options=VerifyOptions(**given))  # type: ignore[arg-type]
+def test_sizes_that_an_engine_can_have(given, vllm, sglang, tmp_path):
+    subject = Subject(tmp_path, options=VerifyOptions(**given))
     assert (engine_sizes(VLLM, subject), engine_sizes(SGLANG, subject)) == (vllm, sglang)
 
 
-def report_of(*routers: Observation) -> LoadReport:
+def report_of(*routers):
     return LoadReport("0.26.0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, routers_seen=1, routers=routers)
 
 
-def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> None:
+def test_a_router_of_another_pipeline_stage_is_not_missing(releases):
     absent, dead = Observation("a", "a", "not there", is_absent=True), Observation("b", "b", "all zero")
     (router,) = LoadReport.merged([report_of(absent, dead), report_of()]).routers
     assert (router.tensor, router.rank) == ("b", "0")
@@ -144,7 +139,7 @@ def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> 
     assert results["CK525"].status == "failed"
 
 
-def test_the_stand_in_for_the_driver_is_a_library_whose_functions_fail(tmp_path: Path) -> None:
+def test_the_stand_in_for_the_driver_is_a_library_whose_functions_fail(tmp_path):
     import ctypes
 
     machine, code = platform._MACHINES["x86_64"]

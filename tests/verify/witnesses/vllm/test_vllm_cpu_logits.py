@@ -5,8 +5,6 @@ tests/gpu/test_vllm_logits_gpu.py has what needs a GPU.
 """
 
 import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +25,10 @@ Found = tuple[Answer, list[Tensor]]
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+def found(request, tmp_path_factory):
     names, known = sorted(collected(request, "name")), dict[str, Found]()
 
-    def answer(name: str) -> Found:
+    def answer(name):
         if name not in known:
             batch = [name, *(one for one in names if one != name and one not in known)][:AT_ONCE]
             known.update(ask(batch, tmp_path_factory.mktemp("logits")))
@@ -39,7 +37,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return answer
 
 
-def ask(names: Iterable[str], root: Path) -> dict[str, Found]:
+def ask(names, root):
     expected = {name: saved(name, root / "models" / name) for name in names}
     (root / "answers").mkdir()
     paths = {name: root / "models" / name for name in expected}
@@ -47,7 +45,7 @@ def ask(names: Iterable[str], root: Path) -> dict[str, Found]:
     return {name: (got[name], logits) for name, logits in expected.items()}
 
 
-def saved(name: str, path: Path) -> list[Tensor]:
+def saved(name, path):
     """Saves the model in bfloat16, with the code of its release. Its log-probabilities in float32, if asked for."""
     case = sized(name, SIZES.get(name, {}))
     model, _ = save(name, case, path, torch.bfloat16)
@@ -60,20 +58,20 @@ def saved(name: str, path: Path) -> list[Tensor]:
     return [torch.log_softmax(one.float(), -1) for one in logits]
 
 
-def gap(answer: Answer, expected: Tensor) -> float:
+def gap(answer, expected):
     assert isinstance(answer, Tensor), answer
     return float((answer[..., : expected.shape[-1]] - expected).abs().max())
 
 
 @pytest.mark.parametrize("name", daily(COMPUTED, [name for name in COMPUTED if name in OF_A_KIND]))
-def test_vllm_computes_the_log_probabilities_of_transformers(name: str, found: Callable[[str], Found]) -> None:
+def test_vllm_computes_the_log_probabilities_of_transformers(name, found):
     answer, (exact,) = found(name)
     assert gap(answer, exact) < NEAR
     assert exact.std() > 0.1
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_what_vllm_leaves_out_is_all_that_differs(name: str, found: Callable[[str], Found]) -> None:
+def test_what_vllm_leaves_out_is_all_that_differs(name, found):
     answer, (exact, other) = found(name)
     assert gap(answer, other) < NEAR
     assert gap(answer, exact) > 1000 * NEAR

@@ -1,31 +1,24 @@
 """Every test model of every family into real vLLM: clean, or what vLLM itself says or leaves out."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from families import OF_A_KIND
 from support import models
 from support.messages import text_with
 from support.nightly import collected, daily
 from support.sglang_families import OF_DRAFT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, draft_of, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, clean, draft_of, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
-
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def of_a_kind(names: Iterable[str]) -> list[Any]:
+def of_a_kind(names):
     return daily(names, [name for name in names if name in OF_A_KIND])
 
 
 @pytest.fixture(scope="module")
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name in collected(request, "name"):
         models.save(name, root / name)
@@ -33,14 +26,14 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+def runs(root, tmp_path_factory):
     names = sorted(path.name for path in root.iterdir())
     broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in names if name in CLEAN}
     return run_cases({name: Case(root / name) for name in names} | broken, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) -> None:
+def test_every_tensor_is_where_vllm_keeps_it(name, root, runs):
     report = clean(runs[name])
     tensors = models.tensors(root / name)
     unread = models.UNREAD.get(name, ())
@@ -59,7 +52,7 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) 
 
 
 @pytest.mark.parametrize("name", of_a_kind(LEFT_OUT))
-def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
+def test_what_vllms_class_leaves_out_is_named(name, runs):
     report = reported(runs[name])
     seen = {one.tensor: one.what for one in report.dropped}
     assert seen["model.layers.0.self_attn.k_proj.weight"] == "only 3072 of its 8192 elements were written"
@@ -67,13 +60,13 @@ def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", of_a_kind(SAID))
-def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
+def test_what_vllm_refuses_is_quoted(name, runs):
     assert runs[name].report is None
     assert SAID[name] in str(runs[name].failure)
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
+def test_lost_and_exchanged_tensors_are_named(name, root, runs):
     run, tensors = runs[f"{name} broken"], models.tensors(root / name)
     names_faults(reported(run), tensors)
     draft = draft_of(run)

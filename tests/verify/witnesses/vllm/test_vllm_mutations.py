@@ -1,9 +1,7 @@
 """Broken checkpoints into real vLLM: dense, with experts, with latent attention; in BF16, INT4 and FP8."""
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 from support import models
@@ -13,7 +11,7 @@ from support.sglang_formats import write_all
 from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
 
-from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.loading.job import LoadReport
 from ckptkit.verify.witnesses.runner import Answer
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 
@@ -42,7 +40,7 @@ NOTHING = "nothing to break"
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def paths(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name in PLAIN:
         models.save(name, root / name)
@@ -50,24 +48,24 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(paths, tmp_path_factory):
     cases = {f"{model}/{one}": Case(path, alter=one) for model, path in paths.items() for one in MUTATIONS}
     found = run_cases(cases, tmp_path_factory.mktemp("runs"))
     return {(model, one): found[f"{model}/{one}"] for model in paths for one in MUTATIONS}
 
 
-def used(seen: Iterable[Observation]) -> set[str]:
+def used(seen):
     """The tensors that were seen. vLLM keeps shapes of packed weights and never uses them."""
     return {one.tensor for one in seen if not one.tensor.endswith("weight_shape")}
 
 
-def matching(pattern: re.Pattern[str], path: Path) -> set[str]:
+def matching(pattern, path):
     return {one for one in models.tensors(path) if pattern.fullmatch(one) and not one.endswith("weight_shape")}
 
 
 @pytest.mark.parametrize("mutation", LOST)
 @pytest.mark.parametrize("model", daily([*PLAIN, *MODELS], DAILY))
-def test_what_is_missing_is_named(model: str, mutation: str, paths: Mapping[str, Path], runs: Runs) -> None:
+def test_what_is_missing_is_named(model, mutation, paths, runs):
     missing = matching(LOST[mutation], paths[model])
     if not missing:
         pytest.skip(NOTHING)
@@ -80,9 +78,7 @@ def test_what_is_missing_is_named(model: str, mutation: str, paths: Mapping[str,
 
 
 @pytest.mark.parametrize(("model", "mutation"), EXCHANGED)
-def test_what_has_the_values_of_others_is_named(
-    model: str, mutation: str, paths: Mapping[str, Path], runs: Runs
-) -> None:
+def test_what_has_the_values_of_others_is_named(model, mutation, paths, runs):
     """vLLM copies what fits of half an expert, silently."""
     report = reported(runs[model, mutation])
     assert used(report.differing) == matching(EXCHANGED[model, mutation], paths[model])
@@ -90,10 +86,10 @@ def test_what_has_the_values_of_others_is_named(
     assert {one.param for one in report.unwritten} == {one.param for one in half}
 
 
-def with_packed_routers(source: Path, target: Path) -> Path:
+def with_packed_routers(source, target):
     """A copy whose routers are INT4 too, as a list of `ignore` that names none of them makes it."""
 
-    def edit(config: dict[str, Any]) -> dict[str, Any]:
+    def edit(config):
         content = config["quantization_config"]
         ignore = [one for one in content["ignore"] if "gate(" not in one]
         assert len(ignore) == len(content["ignore"]) - 1
@@ -105,7 +101,7 @@ def with_packed_routers(source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> Routers:
+def quantized_routers(tmp_path_factory):
     root = tmp_path_factory.mktemp("routers")
     made = dict(write_all(root, [*ROUTERS, "fp8 qwen3_moe"]))
     cases = {name: Case(with_packed_routers(made[name], root / f"{name} packed")) for name in ROUTERS}
@@ -115,21 +111,21 @@ def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> Routers:
 
 
 @pytest.mark.parametrize("model", ROUTERS)
-def test_a_packed_router_that_vllm_builds_unquantized_is_named(model: str, quantized_routers: Routers) -> None:
+def test_a_packed_router_that_vllm_builds_unquantized_is_named(model, quantized_routers):
     results, findings, _ = checked(*quantized_routers[model], VLLM)
     assert results["CK521"].status == "failed"
     (stopped,) = (one.actual for one in findings if one.code == "CK521")
     assert re.search(r"it was given: model\.layers\.\d\.mlp\.gate\.weight_packed", stopped)
 
 
-def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(quantized_routers: Routers) -> None:
+def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(quantized_routers):
     """Its BF16 weight is rounded into FP8, and the scale is never written. That of dead routers ends."""
     results, findings, _ = checked(*quantized_routers["fp8 qwen3_moe"], VLLM)
     assert (results["CK522"].status, results["CK525"].status) == ("failed", "passed")
     assert any("mlp.gate.weight_scale_inv" in f"{one.tensor} {one.actual}" for one in findings if one.code == "CK522")
 
 
-def test_findings_name_both_names(paths: Mapping[str, Path], runs: Runs) -> None:
+def test_findings_name_both_names(paths, runs):
     results, findings, _ = checked(Case(paths["qwen3_moe"]), runs["qwen3_moe", "q of q, k and v"], VLLM)
     assert results["CK522"].status == results["CK523"].status == "failed"
     (unwritten,) = (one for one in findings if one.code == "CK522")

@@ -1,8 +1,5 @@
 """Real vLLM on two ranks: experts shared out or cut, and two pipeline stages."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 from support import models
 from support.sglang_families import EXPERT
@@ -10,8 +7,7 @@ from support.sglang_runs import LOST, LOST_ON_RANK_1, Case, draft_of, reported
 from support.vllm_families import DRAFTS, NEWER
 from support.vllm_runs import run_cases
 
-from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
-from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import EngineSizes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -21,7 +17,7 @@ BROKEN = ("qwen3-untied", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name in NAMES:
         models.save(name, root / name)
@@ -29,16 +25,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def runs(
-    request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, Answer[LoadReport]]]:
+def runs(request, root, tmp_path_factory):
     cases = {name: Case(root / name) for name in NAMES}
     alter = "lost_and_exchanged" if "pp" in request.param else "lost_on_one_rank"
     cases |= {f"{name} broken": Case(root / name, alter=alter) for name in BROKEN}
     return request.param, run_cases(cases, tmp_path_factory.mktemp("runs"), SIZES[request.param])
 
 
-def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]) -> None:
+def test_every_tensor_is_on_some_rank(root, runs):
     sizes, found = runs
     for name in NAMES:
         report = reported(found[name])
@@ -50,9 +44,7 @@ def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, 
         assert report.sizes == SIZES[sizes]
 
 
-def test_lost_and_exchanged_tensors_are_named_with_the_rank(
-    root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]
-) -> None:
+def test_lost_and_exchanged_tensors_are_named_with_the_rank(root, runs):
     sizes, found = runs
     for name in BROKEN:
         report = reported(found[f"{name} broken"])
@@ -66,7 +58,7 @@ def test_lost_and_exchanged_tensors_are_named_with_the_rank(
         assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
 
 
-def test_draft_models_are_clean(root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]) -> None:
+def test_draft_models_are_clean(root, runs):
     """Beside pipeline stages 0.33 has them whole on every rank, 0.26 has none."""
     sizes, found = runs
     for name in (one for one in NAMES if one in DRAFTS):

@@ -1,11 +1,10 @@
 """Faults of public threads about vLLM, planted in checkpoints: named, and the sound ones they were made of pass."""
 
 import re
-from pathlib import Path
 
 import pytest
 from support import models
-from support.sglang_runs import Case, Runs, draft_of, refusal
+from support.sglang_runs import Case, draft_of, refusal
 from support.vllm_runs import run_cases
 from support.vllm_threads import THREADS, planted, sound
 
@@ -42,25 +41,25 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("threads")
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    cases: dict[str, Case] = {}
+def runs(root, tmp_path_factory):
+    cases = {}
     for number, (name, thread) in enumerate(THREADS.items()):
         cases[f"sound, before {name}"] = Case(sound(thread, root))
         cases[name] = Case(planted(thread, root, root / f"planted {number}"))
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
-def test_every_thread_is_expected() -> None:
+def test_every_thread_is_expected():
     assert THREADS.keys() == NAMED.keys() | REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> None:
+def test_the_sound_checkpoint_is_clean(name, root, runs):
     run = runs[f"sound, before {name}"]
     assert run.report is not None, run
     assert run.failure is None
@@ -72,7 +71,7 @@ def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> Non
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
+def test_what_no_checkpoint_gave_is_named(name, runs):
     run = runs[name]
     assert run.report is not None, run
     unwritten = [one for report in (run.report, draft_of(run)) if report is not None for one in report.unwritten]
@@ -82,7 +81,7 @@ def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
+def test_what_vllm_refuses_is_quoted(name, runs):
     run = runs[name]
     assert REFUSED[name] in str(run.failure).replace("\n", " "), run
     assert refusal(run)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from transformer_engine.pytorch import distributed, fp8, ops
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def _parameter(*shape: int | None, params_dtype: torch.dtype, device: Any) -> nn.Parameter:
+def _parameter(*shape, params_dtype, device):
     # NaN shows where a weight was never written.
     return nn.Parameter(torch.full(shape, float("nan"), dtype=params_dtype, device=device))
 
@@ -35,14 +35,14 @@ class _Layer(nn.Module):
     fp8_calibration = False
     fp8_meta: Mapping[str, Any] = {"fp8_checkpoint": False}
 
-    def get_extra_state(self) -> Tensor:
+    def get_extra_state(self):
         return torch.empty(0, dtype=torch.uint8)
 
-    def set_extra_state(self, state: Tensor | None) -> None:
+    def set_extra_state(self, state):
         if state is not None and state.numel():
             raise ValueError("extra state of FP8 in a layer without FP8")
 
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+    def init_fp8_metadata(self, num_gemms=1):
         """Nothing to prepare without FP8."""
 
 
@@ -51,16 +51,16 @@ class Linear(_Layer):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features,
+        out_features,
         *,
-        tp_size: int = 1,
-        parallel_mode: str | None = None,
-        bias: bool = True,
-        params_dtype: torch.dtype = torch.float32,
-        device: Any = "cpu",
-        **rest: Any,
-    ) -> None:
+        tp_size=1,
+        parallel_mode=None,
+        bias=True,
+        params_dtype=torch.float32,
+        device="cpu",
+        **rest,
+    ):
         super().__init__()
         self.parallel_mode = parallel_mode
         rows = out_features // tp_size if parallel_mode == "column" else out_features
@@ -71,7 +71,7 @@ class Linear(_Layer):
             self._add("bias", rows, params_dtype=params_dtype, device=device)
         self.use_bias = bias
 
-    def _add(self, name: str, *shape: int, params_dtype: torch.dtype, device: Any) -> None:
+    def _add(self, name, *shape, params_dtype, device):
         parameter = _parameter(*shape, params_dtype=params_dtype, device=device)
         parallel = self.parallel_mode == "column" or (self.parallel_mode == "row" and len(shape) == 2)
         parameter.tensor_model_parallel = parallel
@@ -83,7 +83,7 @@ class Linear(_Layer):
 class LayerNormLinear(Linear):
     """`Linear` with the weight of the norm before it."""
 
-    def __init__(self, in_features: int, out_features: int, **kwargs: Any) -> None:
+    def __init__(self, in_features, out_features, **kwargs):
         super().__init__(in_features, out_features, **kwargs)
         self.layer_norm_weight = _parameter(
             in_features, params_dtype=kwargs["params_dtype"], device=kwargs.get("device", "cpu")
@@ -93,9 +93,7 @@ class LayerNormLinear(Linear):
 class GroupedLinear(Linear):
     """`num_gemms` weights, one an expert."""
 
-    def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, num_gemms, in_features, out_features, *, bias=True, **kwargs):
         super().__init__(in_features, out_features, bias=False, **kwargs)
         self.num_gemms = num_gemms
         self.use_bias = bias
@@ -112,13 +110,13 @@ class RMSNorm(_Layer):
 
     def __init__(
         self,
-        normalized_shape: int | None = None,
+        normalized_shape=None,
         *,
-        hidden_size: int | None = None,  # its older name
-        params_dtype: torch.dtype = torch.float32,
-        device: Any = "cpu",
-        **rest: Any,
-    ) -> None:
+        hidden_size=None,  # its older name
+        params_dtype=torch.float32,
+        device="cpu",
+        **rest,
+    ):
         super().__init__()
         self.weight = _parameter(hidden_size or normalized_shape, params_dtype=params_dtype, device=device)
 
@@ -126,7 +124,7 @@ class RMSNorm(_Layer):
 class LayerNorm(RMSNorm):
     """`weight` and `bias` of the norm."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.bias = nn.Parameter(torch.full_like(self.weight, float("nan")))
 
@@ -134,5 +132,5 @@ class LayerNorm(RMSNorm):
 class DotProductAttention(nn.Module):
     """No parameters. Megatron does not save its extra state, and Transformer Engine does not miss it."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments, **keywords):
         super().__init__()

@@ -4,17 +4,17 @@
 class CudaRNGStatesTracker:
     """Named random states."""
 
-    def reset(self) -> None:
+    def reset(self):
         """Forgets all states."""
 
-    def set_states(self, states: object) -> None:
+    def set_states(self, states):
         """Sets all states."""
 
-    def add(self, name: str, seed: int) -> None:
+    def add(self, name, seed):
         """Adds a state."""
 
 
-def checkpoint(*arguments: object, **keywords: object) -> None:
+def checkpoint(*arguments, **keywords):
     """Runs a part of the model, to run it again in the backward pass."""
     raise NotImplementedError("this stand-in for Transformer Engine computes nothing")
 

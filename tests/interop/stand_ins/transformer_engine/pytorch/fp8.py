@@ -7,12 +7,12 @@ class FP8GlobalStateManager:
     """The state of FP8 for the whole process."""
 
     @staticmethod
-    def is_fp8_enabled() -> bool:
+    def is_fp8_enabled():
         """Off."""
         return False
 
 
-def fp8_autocast(*arguments: object, **keywords: object) -> contextlib.AbstractContextManager[None]:
+def fp8_autocast(*arguments, **keywords):
     """No autocast."""
     return contextlib.nullcontext()
 
