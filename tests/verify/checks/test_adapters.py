@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from support.adapters import KINDS, made, randomized
 from support.forking import run_script
 from support.messages import text_with
 from support.nightly import daily
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, inspect
@@ -32,7 +30,6 @@ pytestmark = [
 ]
 
 LAYER = "base_model.model.model.layers.5.self_attn.q_proj"
-Change = Callable[[dict[str, Tensor]], object]
 # Scales that engines do not give a pair.
 BOTH, SGLANG = "SGLang 0.5.16 scales it by 2, vLLM 0.26 scales it by 2", "SGLang 0.5.16 scales it by 2"
 OTHER_SCALES = {"patterns": [BOTH, "vLLM 0.26 scales it by 2"], "rslora": [SGLANG]}

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron.run import run_megatron
-
-Made = dict[str, Path]
 
 
 @pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND))

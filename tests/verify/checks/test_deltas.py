@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from support.deltas import (
 )
 from support.messages import text_with
 from support.models import edit, save, tensors, unequal
-from torch import Tensor
 
 import ckptkit
 from ckptkit import CkptkitError
@@ -39,9 +37,6 @@ from ckptkit.verify.diff.diff import diff
 MIXED = ("xor", "overwrite") * 3
 NORM, OTHER = "model.norm.weight", "model.other.weight"  # the first is changed by odd steps
 FIRST = "model-00001-of-00002.safetensors"
-States = list[dict[str, Tensor]]
-Published = tuple[Path, States]
-Damage = Callable[[Path, States], object]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +159,6 @@ def of_version(number, change):
 
 
 SIZE = 256  # bytes of NORM
-Fault = tuple[Damage, str, str, str | None, str]
 # What is done, the check that finds it, and file, tensor (None: any) and words of its first finding.
 DISORDER = {
     "a gap": (of_version(3, shutil.rmtree), "CK122", "weight_v000003", None, "missing"),

@@ -1,7 +1,6 @@
 """What `verify` says of EAGLE draft models: nothing of sound ones, as trainers save them; each fault by its code."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,15 +9,12 @@ from mutations.edits import edit_config
 from support import models
 from support.drafts import KINDS, TOKENS, made_draft, save_draft, tensors_of
 from support.messages import text_with
-from torch import Tensor
 
 from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.run import verify
-
-Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(scope="module")

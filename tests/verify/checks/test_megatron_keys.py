@@ -168,12 +168,7 @@ def broken(saved, copy_of):
         ("param", torch.clone, []),
     ],
 )
-def test_a_bucket_with_other_numbers(
-    broken,
-    kind,
-    change,
-    codes,
-):
+def test_a_bucket_with_other_numbers(broken, kind, change, codes):
     findings, _ = found(broken(kind, change))
     assert [one.code for one in findings] == codes
 

@@ -275,14 +275,7 @@ def moved(words):
 
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
 @pytest.mark.parametrize("change", [moved, in_awq_order])
-def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
-    actorder,
-    change,
-    int4,
-    copy_of,
-    releases,
-    alone,
-):
+def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(actorder, change, int4, copy_of, releases, alone):
     path, name = copy_of(int4), f"{EXPERT_11}.up_proj.weight_packed"
     replace(path, {name: change(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))

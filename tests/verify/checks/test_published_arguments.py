@@ -2,7 +2,6 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from releases.record import load
@@ -12,7 +11,6 @@ from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
 from ckptkit.converters.planner import dims_of
 from ckptkit.verify.checks.config.arguments import hint_of, mismatches
 
-Config = dict[str, Any]
 _WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published_arguments.toml").read_text())
 QWEN25, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED

@@ -1,7 +1,6 @@
 """CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -48,9 +46,6 @@ def release(tmp_path_factory):
     pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
     quantized.write(root / "plain", root / "int4", lambda name: ".mlp.experts." in name, pack, lambda config: config)
     return root / "int4"
-
-
-Judged = Callable[..., tuple[str, list[Finding]]]
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Names that a wrapper changed: the change in one finding, whatever else is wrong in findings of its own."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from ckptkit.verify.checks.headers.renamed import renamed
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
-
-Change = Callable[[str], str | None]
-Renamed = Callable[..., Path]
 
 
 @pytest.fixture
@@ -107,10 +102,6 @@ KEYS = (
     *("num_hidden_layers", "num_nextn_predict_layers", "num_local_experts", "n_routed_experts", "tie_word_embeddings"),
     *("architectures", "first_k_dense_replace", "attention_bias", "index"),
 )
-
-
-def lose(path, lost):
-    replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
 
 
 def of_names(path):

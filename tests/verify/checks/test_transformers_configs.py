@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -28,8 +26,6 @@ CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"
 MISSING = object()
 ONLINE = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input", "inverse": False}]}}
 IN_WEIGHTS = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
-Change = tuple[tuple[str, ...], Any]
-Answered = Callable[..., float]
 
 
 @pytest.fixture(scope="module")

@@ -114,8 +114,6 @@ def test_names_are_read_from_a_parser_and_from_classes(tmp_path):
     assert list(tool.settings_of(tmp_path, source)) == ["size", "policy", "name", "deep"]
 
 
-MISSING = "expected one argument"
-
 # Words of a parser with `--load PATH`, `--num-layers N` and the switch `--swiglu`, and what may stand beside them.
 WORDS = (
     *("--load", "--load=", "--load=/a=b", "--load=--swiglu", "--loa", "--num-layers", "--num-layers=8"),

@@ -30,13 +30,7 @@ def checked(*engines, **options):
         yield WeightSyncCheck(urls, **how, **options)
 
 
-def send(
-    check,
-    engines,
-    version,
-    recorded,
-    arrived=None,
-):
+def send(check, engines, version, recorded, arrived=None):
     for name, tensor in recorded.items():
         check.record(name, tensor)
     for engine in engines:
