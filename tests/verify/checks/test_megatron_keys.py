@@ -33,10 +33,6 @@ def test_what_megatron_writes_is_silent(label, saved, passes):
         passes(code, saved / label)
 
 
-def test_an_hf_directory_has_no_keys(releases, alone):
-    assert [alone(code, releases("qwen2-tied")) for code in CODES] == [(None, [])] * len(CODES)
-
-
 # CK114
 
 

@@ -86,11 +86,6 @@ def test_a_lost_block_of_a_tower_is_named(name, lost, release, tmp_path, alone):
     assert {str(finding.tensor) for finding in found} == matrices
 
 
-def test_a_class_of_the_language_model_alone_needs_no_tower(release, alone):
-    for name in ("gemma3_text", "qwen3_5_text-tied", "qwen3-tied"):
-        assert alone("CK730", release(name)) == (None, [])
-
-
 def test_convert_refuses_to_write_a_class_without_its_tower(release, tmp_path):
     """As after training on text: the Megatron checkpoint has no tower, and --hf names a directory with a config."""
     source = release("qwen3_vl-tied")

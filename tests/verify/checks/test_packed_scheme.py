@@ -50,19 +50,6 @@ def test_int4_checkpoint_without_defect_has_no_finding(int4, releases, converted
     passes("CK308", int4, 444)  # all that are packed
 
 
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path, passes):
-    """Phi-3 has qkv_proj and gate_up_proj."""
-    models.save("phi3", tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "minmax"))
-    passes("CK306", tmp_path / "int4")
-
-
-def test_a_plain_checkpoint_is_not_checked_for_packing(releases):
-    report = verify(releases("qwen2-tied"), tp=2)
-    assert not [check for check in report.checks if check.code.startswith("CK3")]
-    assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
-
-
 def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4, fresh, only):
     path = fresh("glm4_moe")
     config = json.loads((int4 / "config.json").read_text())

@@ -73,13 +73,6 @@ def test_a_step_of_a_run_that_is_not_there_is_no_first_start(is_there, converted
     assert finding.actual == ("an empty directory" if is_there else "no such directory")
 
 
-@pytest.mark.parametrize("words", [["--ref-ckpt-step", "10"], ["--ckpt-step", "10"]])
-def test_a_step_that_the_first_start_takes_from_the_reference_is_right(words, run_of, tmp_path):
-    """Where --load is empty, slime takes --ref-load, and of it the iteration of --ckpt-step or --ref-ckpt-step."""
-    report = preflight(load=tmp_path / "save", ref_load=run_of, arguments=words)
-    assert report.findings == []
-
-
 def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(converted, tmp_path, only):
     report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
     assert (report.status, report.findings) == ("passed", [])
@@ -168,21 +161,6 @@ def test_a_wrong_path_is_one_finding(releases, converted, only):
     assert len(folded) > 15
     assert "CK701: expected moe_router_score_function = softmax, found moe_router_score_function = sigmoid" in folded
     assert any(line.startswith("CK104: decoder.layers.{0..11}.self_attention.linear_qkv.bias: ") for line in folded)
-
-
-def test_a_step_counts_for_the_reference_too(run_of, converted, tmp_path):
-    other = shutil.copytree(run_of, tmp_path / "other")
-    shutil.rmtree(other / "iter_0000010")
-    report = preflight(load=run_of, ref_load=other, ckpt_step=10)
-    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
-    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is missing"
-
-
-def test_a_directory_of_the_other_format(releases, converted, only):
-    report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
-    assert report.findings == []
-    assert loads(report)[0] == text_with(f"{releases(NAME)} HF --load config.json")
-    assert only(preflight(hf_checkpoint=converted(NAME))).code == "CK714"
 
 
 def test_broken_files_are_found_on_every_side(releases, converted, copy_of, run_of):

@@ -357,7 +357,6 @@ def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypat
 
 
 HEAD = "lm_head.weight"
-OLD = "last check"
 
 
 def without(given, *parts):
@@ -410,18 +409,6 @@ def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys):
         text_with(f"{rank} 1 lm_head.weight") for rank in (0, 1)
     ]
     assert "lm_head.weight" in capsys.readouterr().err
-
-
-def test_delta_that_failed_and_was_swallowed_is_named():
-    """slime#2104: the trainer records what the weights are now, and what it sent was not applied."""
-    engine = FakeVllm()
-    name = "model.layers.2.self_attn.o_proj.weight"
-    with checked(engine) as check:
-        send(check, [engine], 1, weights(1))
-        with pytest.raises(CkptkitError) as raised:
-            send(check, [engine], 2, weights(1) | {name: weights(2)[name]}, {})
-    (line,) = raised.value.details
-    assert line == text_with(f"layers.2.self_attn.o_proj.weight {OLD}")
 
 
 def test_weights_lost_in_sleep_are_named_without_an_update():
