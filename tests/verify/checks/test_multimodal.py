@@ -63,7 +63,7 @@ def without(source, path, *begins):
     return stored(source, path, {key: value for key, value in tensors.items() if not key.startswith(begins)})
 
 
-@pytest.mark.parametrize("name", daily(TOWERS, ("qwen2_5_vl", "qwen3_vl-tied", "gemma3", "kimi_k25")))
+@pytest.mark.parametrize("name", daily(TOWERS, ("qwen3_vl-tied", "kimi_k25")))
 def test_a_lost_vision_tower_is_found_in_headers(name, release, tmp_path, codes, passes):
     """SGLang builds it all the same and leaves it unwritten: tests/verify/witnesses/test_sglang_configs.py."""
     passes("CK730", release(name))
@@ -130,7 +130,7 @@ RENAMED = (
 )
 
 
-@pytest.mark.parametrize("which", daily(RENAMED, [RENAMED[0], RENAMED[1], RENAMED[5]]), ids=str)
+@pytest.mark.parametrize("which", daily(RENAMED, [RENAMED[0], RENAMED[5]]), ids=str)
 def test_names_of_another_class_are_one_finding(which, release, tmp_path, only):
     name, changes, root, other = which
     source, config = release(name), config_of(release(name))
