@@ -48,11 +48,6 @@ def _local_numbers(path):
     replace(path, {name: tensor(path, number.sub(lambda one: str(int(one[0]) - 6), name)) for name in own})
 
 
-def _repeated(whole):
-    """Every rank of four has the experts of the first."""
-    return torch.cat([whole[: len(whole) // 4]] * 4)
-
-
 def _random(found):
     return torch.randn(found.shape).mul(0.02).to(found.dtype)
 
@@ -197,7 +192,7 @@ CASES = {
     "vime#388": Case(
         "gemma4/hf",
         ("{0..2} and {3..5} and {6..8} and {9..11}", "expert parallel rank"),
-        changed(r"\.experts\.", _repeated),
+        changed(r"\.experts\.", lambda whole: torch.cat([whole[: len(whole) // 4]] * 4)),
     ),
     "llm-compressor#2735": Case(
         "deepseek_v4/hf", ("mtp.0.attn.wkv.weight", "missing"), without_tensors("mtp."), deepseek_v4

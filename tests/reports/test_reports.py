@@ -9,9 +9,10 @@ from reports.running import make, missed, run
 from reports.sizes import MODELS
 
 _LAST = {report.code: report for report in REPORTS if report.code}
-# The last of each check, a third of those in which nothing is found, and one of which no other test has the case.
+# The last of each check, a third of those in which nothing is found, and those of which no other test has the case.
 DAILY = [*_LAST.values(), *[one for one in REPORTS if not one.code][::3]]
-DAILY += [one for one in REPORTS if one.thread == "vllm#53709" and one not in DAILY]
+ALONE = ("vllm#53709", "ms-swift#7628", "slime#2104", "compressed-tensors#846")
+DAILY += [one for one in REPORTS if one.thread in ALONE and one not in DAILY]
 _SAID = {}
 
 

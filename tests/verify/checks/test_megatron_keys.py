@@ -13,9 +13,8 @@ from support.nightly import daily
 
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflatten
-from ckptkit.verify.checks.values.optimizer import has_optimizer, masters_round, optimizer_sound, optimizer_whole
+from ckptkit.verify.checks.values.optimizer import masters_round, optimizer_sound, optimizer_whole
 from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.run import verify
 
@@ -124,12 +123,6 @@ def test_parameters_that_megatron_takes_from_the_wrong_place_are_found(saved):
     assert any(name.startswith("optimizer.state.param.decoder.layers.") for name in last)
     # The first bucket lies where it should.
     assert not any("output_layer" in name for name in last)
-
-
-def test_a_checkpoint_without_an_optimizer_is_not_looked_at(saved, releases):
-    with pytest.raises(NotApplicable):
-        has_optimizer(Subject(releases("qwen2-untied")))
-    has_optimizer(Subject(saved / BUCKETS))
 
 
 @pytest.fixture

@@ -172,13 +172,6 @@ def test_links_that_lead_nowhere_are_one_finding(pattern, snapshot, only):
     assert "`hf download org/some-model --revision 0123abcd`" in finding.hint
 
 
-def test_single_file_that_is_a_link_to_nothing(snapshot, only):
-    for file in [*snapshot.glob("*-of-*"), snapshot / INDEX]:
-        file.unlink()
-    (snapshot / SINGLE).symlink_to(f"../../blobs/{SINGLE}")
-    assert only(verify(snapshot)).actual == text_with(f"1 {SINGLE} ../../blobs/{SINGLE}")
-
-
 @pytest.mark.parametrize(
     ("file", "severity", "status"), [("tokenizer.json", "error", "failed"), ("README.md", "warning", "passed")]
 )

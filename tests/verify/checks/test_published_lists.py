@@ -9,7 +9,6 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from mutations.edits import edit_config, replace
 from support.launch_scripts import arguments_of
 from support.messages import text_with
-from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
@@ -253,24 +252,6 @@ def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config, alone)
     result, found = alone("CK302", with_config(set_in(*WEIGHTS, "symmetric", value=False)))
     assert result is not None
     assert (result.status, found) == ("skipped", [])
-
-
-def test_two_widths_are_judged_and_two_groups_for_linear_are_found(int4, releases, copy_of):
-    """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
-    path = copy_of(int4)
-    widen(path, releases("qwen2-untied"), ".down_proj")
-    report = verify(path, source=releases("qwen2-untied"))
-    assert (report.status, report.findings) == ("passed", [])
-    result = next(one for one in report.checks if one.code == "CK305")
-    assert (result.status, result.tensors_compared) == ("passed", 84)
-    assert not lint(path, readers=("vllm",)).findings
-    content = json.loads((path / "config.json").read_text())["quantization_config"]
-    one_target(content)
-    edit_config(path, quantization_config=content)
-    report = verify(path)
-    assert (report.status, {one.code for one in report.findings}) == ("failed", {"CK303"})
-    narrow = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
-    assert {str(one.tensor).split(".")[-2] for one in report.findings} == narrow
 
 
 def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config, releases):

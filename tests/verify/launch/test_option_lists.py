@@ -7,8 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
-import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,30 +87,6 @@ def test_rolls_training_arguments_are_those_of_transformers():
 
     fields = {one.name for one in dataclasses.fields(Seq2SeqTrainingArguments)}
     assert sorted(fields - names("roll").every) == []
-
-
-def test_names_are_read_from_a_parser_and_from_classes(tmp_path):
-    """Of a made-up slime and a made-up NeMo-RL, as `lab/option_names.py` reads their checkouts."""
-    spec = spec_from_file_location("option_names", ROOT / "lab" / "option_names.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = module_from_spec(spec)
-    sys.modules["option_names"] = tool
-    spec.loader.exec_module(tool)
-    (tmp_path / "slime").mkdir()
-    (tmp_path / "nemo_rl").mkdir()
-    (tmp_path / "slime/arguments.py").write_text(
-        "parser.add_argument('-a', '--aim', type=int)\nreset_arg(parser, '--load', type=str)\n"
-        "parser.add_argument('--fast', action='store_true')\n"
-        "parser.add_argument('--even', action=argparse.BooleanOptionalAction)\n"
-    )
-    source = tool.Source(("slime/**/arguments.py",), ("nemo_rl/*.py",), ("*.yaml",))
-    found = dict(tool.options_of(tmp_path, source))
-    assert found == {"aim": False, "load": False, "fast": True, "even": True, "no-even": True}
-    text = "class PolicyConfig(TypedDict):\n  size: int\nclass Other:\n  no: int\n"
-    (tmp_path / "nemo_rl/config.py").write_text(text)
-    (tmp_path / "job.yaml").write_text("policy: {name: [{deep: 1}]}\n")
-    assert list(tool.settings_of(tmp_path, source)) == ["size", "policy", "name", "deep"]
 
 
 # Words of a parser with `--load PATH`, `--num-layers N` and the switch `--swiglu`, and what may stand beside them.

@@ -82,15 +82,6 @@ def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(conve
     assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
 
 
-def test_a_run_whose_tracker_is_missing(run_of, converted, only):
-    (run_of / TRACKER).unlink()
-    report = preflight(load=run_of, ref_load=converted(NAME))
-    finding = only(report)
-    assert (finding.code, finding.severity) == ("CK711", "error")
-    assert "iter_0000010, iter_0000020 but no tracker" in finding.actual
-    assert str(converted(NAME) / "release") in loads(report)[0]
-
-
 def test_an_iteration_instead_of_its_parent(run_of, converted, only):
     finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
     assert (finding.code, finding.severity) == ("CK711", "error")
@@ -117,16 +108,6 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of, only):
     assert only(report).code == "CK712"
     said = f"--ref-load {path} tracker Megatron"
     assert loads(report) == [text_with(f"actor RANDOM --load {said}"), text_with(f"reference RANDOM {said}")]
-
-
-@pytest.mark.parametrize("made", [True, False])
-def test_an_empty_reference_stops_the_trainers(made, tmp_path, only):
-    path = tmp_path / "save"
-    if made:
-        path.mkdir()
-    report = preflight(ref_load=path)
-    assert only(report).code == "CK712"
-    assert loads(report)[1] == text_with(f"reference cannot start --ref-load {path} tracker slime miles")
 
 
 def test_a_step_beside_a_release_in_load_is_a_warning(converted, run_of, only):
