@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from families import HF_CASES, case
 from mutations.edits import edit_config
 from support import models
 from support.drafts import KINDS, TOKENS, made_draft, save_draft, tensors_of
@@ -17,11 +16,9 @@ from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.run import verify
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    path = tmp_path_factory.mktemp("target") / "target"
-    case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.bfloat16)
-    return path
+@pytest.fixture
+def target(releases):
+    return releases("qwen3-untied")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,9 +131,8 @@ def test_what_may_be_meant_so_is_a_warning(kind, change, config, code, words, tm
     assert [one.actual for one in found] == [text_with(one) for one in words]
 
 
-def test_a_draft_of_another_target_is_found(tmp_path):
-    other = tmp_path / "other"
-    case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
+def test_a_draft_of_another_target_is_found(fresh, tmp_path):
+    other = fresh("gemma3_text")
     edit_config(other, hidden_size=64, vocab_size=99)
     found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
     assert [(one.code, one.expected, one.actual) for one in found] == [
