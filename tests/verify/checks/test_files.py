@@ -61,9 +61,6 @@ def test_expert_missing_in_every_layer_without_a_usable_config_is_found(fresh):
     assert ("CK104", "experts.11.down_proj.weight", "missing") in found
 
 
-# Megatron
-
-
 def test_several_damaged_distcp_files_are_a_finding_each(releases, tmp_path):
     path = tmp_path / "megatron"
     convert(releases("qwen2-tied"), path, max_shard_size=600_000)

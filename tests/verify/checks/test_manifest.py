@@ -140,7 +140,6 @@ def test_names_on_disk_are_compared_whatever_the_source(side, releases, converte
     manifest = make_manifest(path, tmp_path / "manifest.json")
     result, findings = alone("CK120", path, manifest=manifest, source_path=releases("glm4_moe"))
     assert findings == []
-    assert result is not None
     assert result.tensors_compared == len(promised(manifest)["tensors"])
 
 

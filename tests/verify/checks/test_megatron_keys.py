@@ -32,9 +32,6 @@ def test_what_megatron_writes_is_silent(label, saved, passes):
         passes(code, saved / label)
 
 
-# CK114
-
-
 def test_training_arguments_without_sizes_require_no_keys(fresh_megatron, alone):
     path = fresh_megatron("qwen2-tied")
     edit_common(path, lambda common: common.update(args=Namespace(seed=1)))
@@ -45,17 +42,11 @@ def test_training_arguments_without_sizes_require_no_keys(fresh_megatron, alone)
     assert [check.code for check in report.checks if check.status == "skipped"] == ["CK114", "CK701"]
 
 
-# CK115
-
-
 def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron, alone):
     """A list as moe_layer_freq makes Megatron give each layer its keys, whatever non_homogeneous_layers says."""
     path = fresh_megatron("glm4_moe")
     edit_common(path, lambda common: common["content_metadata"].update(non_homogeneous_layers=False))
     assert alone("CK115", path)[1] == []
-
-
-# CK111
 
 
 def test_versions_that_megatron_does_not_know(fresh_megatron, edit_json, alone):
@@ -70,9 +61,6 @@ def test_versions_that_megatron_does_not_know(fresh_megatron, edit_json, alone):
         file.write_text(sound)
     edit_json(file, common_backend=None, common_backend_version=None)  # which later Megatron omits
     assert alone("CK111", path)[1] == []
-
-
-# CK107
 
 
 def test_a_run_in_another_dtype_than_its_weights(fresh_megatron, alone):

@@ -194,9 +194,6 @@ def test_other_verbs_say_where_the_link_leads(file, snapshot, tmp_path, only):
         assert "hf download org/some-model" in finding.hint
 
 
-# The rule itself
-
-
 def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases):
     one = Check("CK999", "nothing", "", "", lambda subject, tally: iter(()), "headers")
     subject = Subject(releases("qwen2-tied"))

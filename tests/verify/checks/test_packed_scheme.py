@@ -147,9 +147,6 @@ def weights_of(config):
     return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
-# CK306
-
-
 @pytest.mark.parametrize(
     "modules",
     [
@@ -178,9 +175,6 @@ def test_fused_layer_wholly_unpacked_has_no_finding(int4, copy_of, alone):
     assert alone("CK306", path)[1] == []
 
 
-# CK307
-
-
 @pytest.mark.usefixtures("kernel_tiles")
 def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4, alone):
     """Experts of 96 features, and a down projection of 288 columns: an engine ends at its first prompt."""
@@ -192,17 +186,11 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4, a
     assert alone("CK307", int4, readers=("vllm",)) == (None, [])
 
 
-# CK308
-
-
 def test_scales_that_differ_by_a_little_are_normal(int4, copy_of, alone):
     """Those that differ by more are mutations."""
     path, name = copy_of(int4), f"{EXPERT_11}.down_proj.weight_scale"
     replace(path, {name: tensor(path, name) * 16})
     assert alone("CK308", path)[1] == []
-
-
-# CK305
 
 
 def requantized(original, factor):
@@ -280,7 +268,6 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(reade
     wrong = [(f"{expert}.weight_zero_point", "error") for expert in experts] if reader == "vllm" else []
     for readers in ((), ("vllm", "sglang")):
         result, found = alone("CK309", path, readers=readers or None)
-        assert result is not None
         assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)
         assert sorted((one.tensor, one.severity) for one in found) == wrong
     assert alone("CK309", path, readers=("vllm",)) == (None, [])

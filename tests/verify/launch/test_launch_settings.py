@@ -25,7 +25,6 @@ node: ${base}
 
 def config(text=TEXT):
     tree = parse_yaml(text, Path("job.yaml"))
-    assert isinstance(tree, dict)
     return Config(tree, {"NAME": "x"})
 
 

@@ -134,7 +134,6 @@ def test_an_option_of_many_values_has_those_that_argparse_gives_it(words):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--ids", nargs="*")
     option = last(options_of([Word(word) for word in words]), "--ids")
-    assert option is not None
     assert [word.text for word in option.values] == parser.parse_known_args(words)[0].ids
 
 

@@ -199,14 +199,6 @@ def test_no_room_for_experts_is_made_good_by_the_next_checks(capsys):
     assert "compared" in capsys.readouterr().err
 
 
-def test_only_every_nth_update_is_checked():
-    engine = FakeEngine()
-    with checked(engine, every=3) as check:
-        results = [send(check, [engine], version, weights(version)) for version in range(5)]
-    assert [one is not None for one in results] == [True, False, False, True, False]
-    assert engine.asked.count("weights_checker") == 2
-
-
 @pytest.mark.sglang
 def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums():
     """Its function may be another one, so nothing that was sent can be found."""
