@@ -104,11 +104,9 @@ def said(finding):
     return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
 
 
-def id_of(case):
-    return f"{case[0].number}-{case[0].damage.__name__}-{case[0].code}-{case[1]}"
-
-
-@pytest.mark.parametrize("case", daily(CASES, DAILY), ids=id_of)
+@pytest.mark.parametrize(
+    "case", daily(CASES, DAILY), ids=lambda one: f"{one[0].number}-{one[0].damage.__name__}-{one[1]}"
+)
 def test_mutation_is_found_and_its_twin_is_silent(case, stored, releases, copy_of, alone):
     mutation, model = case
     how = {"source_path": releases(model)} if mutation.code == "CK305" else {}

@@ -35,10 +35,6 @@ EXPERT, OTHER = (f"model.layers.5.mlp.experts.{number}.up_proj.weight" for numbe
 OUTPUT = "model.layers.5.self_attn.o_proj.weight"
 
 
-def linear(name):
-    return name.endswith("_proj.weight")
-
-
 @pytest.fixture(scope="module")
 def fp8(releases, tmp_path_factory):
     return floats.write(releases("qwen3_moe"), tmp_path_factory.mktemp("fp8") / "blocks", floats.SPELLINGS["fp8"])
@@ -73,7 +69,8 @@ CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float
 @pytest.mark.parametrize(("quantizer", "content"), [(per_tensor, TENSOR), (compressed_tensors, CHANNEL)])
 def test_fp8_of_quantizers_that_round_in_bfloat16_has_no_finding(quantizer, content, releases, tmp_path, passes):
     release, path = releases("qwen2-untied"), tmp_path / "fp8"
-    quantized.write(release, path, linear, quantizer, lambda config: config | {"quantization_config": content})
+    config = {"quantization_config": content}
+    quantized.write(release, path, lambda name: name.endswith("_proj.weight"), quantizer, lambda old: old | config)
     for code in ("CK202", "CK203", "CK305"):
         passes(code, path, source_path=release)
 

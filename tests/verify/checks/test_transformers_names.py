@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
@@ -76,7 +75,7 @@ def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_name
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) -> None:
+def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path):
     built, alarms = 0, {}
     asked = [one for one in transformers.CONFIG_MAPPING if one not in FAMILIES and class_for(one) is not None]
     unbuilt = (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError)
@@ -151,9 +150,7 @@ def _small(model_class, model_type, path):
         pytest.param("SEWDModel", "sew-d", "SEWDForCTC", marks=pytest.mark.nightly),
     ],
 )
-def test_architectures_of_another_class_of_the_same_config_are_one_finding(
-    saved: str, model_type: str, named: str, tmp_path: Path
-) -> None:
+def test_architectures_of_another_class_of_the_same_config_are_one_finding(saved, model_type, named, tmp_path):
     path = _small(saved, model_type, tmp_path / "model")
     assert verify(path).status == "passed"
     edit_config(path, architectures=[named])
@@ -162,8 +159,9 @@ def test_architectures_of_another_class_of_the_same_config_are_one_finding(
     assert saved in error.expected
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_whole_numbers_where_the_class_has_floats_are_named(tmp_path: Path) -> None:
+def test_whole_numbers_where_the_class_has_floats_are_named(tmp_path):
     """The class has whole numbers too: the batches that its norms have seen."""
     path = _small("RTDetrForObjectDetection", "rt_detr", tmp_path / "model")
     name = next(one for one in _stored(path) if one.endswith("running_mean"))
