@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import HF_CASES, case
+from mutations.edits import edit_config
 from support.installed import release
 from support.messages import text_with
 from support.nightly import daily
@@ -17,12 +18,6 @@ from ckptkit.verify.reports.text import headline
 from ckptkit.verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def change(path, **changes):
-    content = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -36,7 +31,7 @@ def change(path, **changes):
     ],
 )
 def test_a_key_that_changed_is_one_finding_in_its_own_spelling(changes, expected, actual, severity, releases, fresh):
-    found = verify(change(fresh("qwen2-tied"), **changes), source=releases("qwen2-tied")).findings
+    found = verify(edit_config(fresh("qwen2-tied"), **changes), source=releases("qwen2-tied")).findings
     (finding,) = (one for one in found if one.code == "CK702")
     assert (finding.severity, finding.expected, finding.actual) == (severity, expected, actual)
 
@@ -52,7 +47,7 @@ def test_a_key_that_changed_is_one_finding_in_its_own_spelling(changes, expected
 def test_a_key_of_text_config_is_compared_by_itself(key, value, found, releases, fresh):
     path = fresh("qwen3_5")
     text = json.loads((path / "config.json").read_text())["text_config"] | {key: value}
-    change(path, text_config={name: one for name, one in text.items() if one is not ...})
+    edit_config(path, text_config={name: one for name, one in text.items() if one is not ...})
     report = verify(path, source=releases("qwen3_5"))
     assert [(one.severity, one.expected, one.actual) for one in report.findings if one.code == "CK702"] == found
 
@@ -80,9 +75,9 @@ def test_rotary_scaling_that_was_removed(spelling, tmp_path, fresh):
     source = Path(str(path) + "-source")
     path.rename(source)
     if spelling == "v5":
-        change(source, rope_parameters={**YARN, "rope_theta": theta})
+        edit_config(source, rope_parameters={**YARN, "rope_theta": theta})
     else:
-        change(source, rope_parameters=..., rope_theta=theta, rope_scaling={"type": "yarn", **YARN})
+        edit_config(source, rope_parameters=..., rope_theta=theta, rope_scaling={"type": "yarn", **YARN})
     found = verify(fresh("qwen2-tied"), source=source).findings
     assert {(one.code, one.severity) for one in found} == {("CK702", "error")}
     keys = [one.expected.removeprefix("rotary ") for one in found]
@@ -94,7 +89,7 @@ def test_the_other_spelling_and_storage_are_no_change(releases, fresh):
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")} | {"torch_dtype": "bfloat16"}
     storage = {"transformers_version": "4.54.0", "use_cache": False, "_name_or_path": "/somewhere"}
-    change(path, rope_parameters=..., dtype=..., architectures=["Glm4MoeForCausalLM", "Other"], **old, **storage)
+    edit_config(path, rope_parameters=..., dtype=..., architectures=["Glm4MoeForCausalLM", "Other"], **old, **storage)
     assert verify(path, source=releases("glm4_moe")).findings == []
 
 

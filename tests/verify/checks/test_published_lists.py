@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from mutations.edits import edit_config, replace
+from mutations.edits import edit_config, edit_quantization, replace
 from support.launch_scripts import arguments_of
 from support.messages import text_with
 
@@ -18,6 +18,7 @@ from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
+WEIGHTS = ("config_groups", "group_0", "weights")
 FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 
 
@@ -50,11 +51,9 @@ def experts(releases, tmp_path_factory):
 @pytest.fixture
 def without_router(experts, copy_of):
     """The same weights beside a list that names the router as a module: who packs by parameter names packs it."""
-    path = copy_of(experts)
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    kept = [entry for entry in config["ignore"] if "gate(" not in entry]
-    edit_config(path, quantization_config=config | {"ignore": [*kept, "re:.*mlp.gate$"]})
-    return path
+    listed = json.loads((experts / "config.json").read_text())["quantization_config"]["ignore"]
+    kept = [entry for entry in listed if "gate(" not in entry]
+    return edit_quantization(copy_of(experts), ("ignore",), [*kept, "re:.*mlp.gate$"])
 
 
 def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router):
@@ -111,10 +110,7 @@ def test_launch_without_rounding_is_not_checked(arguments, int4):
     ("key", "value", "expected"), [("symmetric", False, True), ("num_bits", 8, 4), ("strategy", "channel", "group")]
 )
 def test_engine_with_another_scheme_is_found(key, value, expected, int4, copy_of):
-    path = copy_of(int4)
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_0"]["weights"][key] = value
-    edit_config(path, quantization_config=config)
+    path = edit_quantization(copy_of(int4), (*WEIGHTS, key), value)
     (finding,) = found(preflight(hf_checkpoint=path, arguments=[f"{FLAG}=1"]), "CK709")
     assert (finding.expected, finding.actual) == (f"{key} = {expected}, as training rounds", f"{key} = {value}")
 
@@ -151,32 +147,6 @@ def test_miles_in_mode_bridge_packs_what_is_stored_packed(mode, severities, with
 # CK302 and CK202: a `quantization_config` that contradicts the packed weights, or that readers refuse.
 
 
-@pytest.fixture
-def with_config(int4):
-    before = (int4 / "config.json").read_text()
-
-    def changed(change):
-        edit_config(int4, quantization_config=change(json.loads(before)["quantization_config"]))
-        return int4
-
-    yield changed
-    (int4 / "config.json").write_text(before)
-
-
-def set_in(*keys, value):
-    def change(content):
-        place = content
-        for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
-        return content
-
-    return change
-
-
-WEIGHTS = ("config_groups", "group_0", "weights")
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -186,8 +156,8 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
     ],
 )
-def test_quantization_config_without_packed_weights_is_an_error(value, with_config, only):
-    finding = only(verify(with_config(lambda _: value)))
+def test_quantization_config_without_packed_weights_is_an_error(value, int4, copy_of, only):
+    finding = only(verify(edit_config(copy_of(int4), quantization_config=value)))
     assert (finding.code, finding.severity) == ("CK302", "error")
     assert finding.expected == text_with("quantization_config")
 
@@ -206,9 +176,9 @@ def test_quantization_config_without_packed_weights_is_an_error(value, with_conf
         (("ignore",), ["lm_head", "re:(["]),
     ],
 )
-def test_scheme_that_readers_refuse_is_found(keys, value, with_config):
+def test_scheme_that_readers_refuse_is_found(keys, value, int4, copy_of):
     """Another method, format, width or strategy is a mutation (tests/mutations/int4.py)."""
-    report = verify(with_config(set_in(*keys, value=value)))
+    report = verify(edit_quantization(copy_of(int4), keys, value))
     said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
     assert ("CK302", text_with("quantization_config")) in said
     assert {code for code, _ in said} <= {"CK302", "CK303"}
@@ -232,8 +202,7 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(rel
     path = tmp_path / "rows"
     quantize(releases("qwen2-untied"), path, QuantScheme(None, "minmax"))
     assert verify(path).findings == []
-    content = json.loads((path / "config.json").read_text())["quantization_config"]
-    edit_config(path, quantization_config=set_in(*WEIGHTS, "actorder", value="static")(content))
+    edit_quantization(path, (*WEIGHTS, "actorder"), "static")
     assert [one.kind for one in lint(path).findings] == ["refused"]
     for reader, severity in (("vllm", "error"), ("sglang", "warning")):
         (finding,) = verify(path, readers=(reader,)).findings
@@ -241,20 +210,21 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(rel
         assert [one.severity for one in lint(path, readers=(reader,)).findings] == ["error"] * (reader == "vllm")
 
 
-def test_quantization_config_of_null_counts_as_absent(with_config, fresh):
-    assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
+def test_quantization_config_of_null_counts_as_absent(int4, copy_of, fresh):
+    path = edit_config(copy_of(int4), quantization_config=None)
+    assert {finding.code for finding in verify(path).findings} == {"CK104"}
     plain = fresh("qwen2-tied")
     edit_config(plain, quantization_config=None)
     assert verify(plain).findings == []
 
 
-def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config, alone):
-    result, found = alone("CK302", with_config(set_in(*WEIGHTS, "symmetric", value=False)))
+def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(int4, copy_of, alone):
+    result, found = alone("CK302", edit_quantization(copy_of(int4), (*WEIGHTS, "symmetric"), False))
     assert (result.status, found) == ("skipped", [])
 
 
-def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config, releases):
-    path = with_config(set_in(*WEIGHTS, "type", value="float"))
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(int4, copy_of, releases):
+    path = edit_quantization(copy_of(int4), (*WEIGHTS, "type"), "float")
     found = {one.tensor for one in verify(path, source=releases("qwen2-untied")).findings if one.code == "CK202"}
     output = "model.layers.{0..11}.self_attn.o_proj.weight"
     assert found >= {output, f"{output}_packed"}
@@ -271,8 +241,9 @@ def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_conf
         (None, {"slime": "warning"}),
     ],
 )
-def test_an_ignore_list_that_readers_take_differently(ignore, readers, with_config):
-    path = with_config(lambda old: old | {"ignore": ["lm_head"] if ignore is None else [*old["ignore"], *ignore]})
+def test_an_ignore_list_that_readers_take_differently(ignore, readers, int4, copy_of):
+    listed = json.loads((int4 / "config.json").read_text())["quantization_config"]["ignore"]
+    path = edit_quantization(copy_of(int4), ("ignore",), ["lm_head"] if ignore is None else [*listed, *ignore])
     found = verify(path).findings
     assert {finding.code for finding in found} == {"CK302"}
     assert by_reader(found) == readers
