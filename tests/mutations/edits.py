@@ -23,7 +23,25 @@ def edit_json(file, change):
 
 
 def edit_config(path, **values):
-    edit_json(path / "config.json", lambda config: config.update(values))
+    """Sets keys of config.json, or removes those that are `...`. Returns the path."""
+    return _edit_keys(path, (), values)
+
+
+def edit_quantization(path, keys, value):
+    """Sets the key of quantization_config to which these lead, or removes it. Returns the path."""
+    return _edit_keys(path, ("quantization_config", *keys[:-1]), {keys[-1]: value})
+
+
+def _edit_keys(path, parents, values):
+    def change(config):
+        for parent in parents:
+            config = config[parent]
+        config.update(values)
+        for key in [key for key, value in values.items() if value is ...]:
+            del config[key]
+
+    edit_json(path / "config.json", change)
+    return path
 
 
 def edit_index(path, change):

@@ -196,11 +196,6 @@ def _chain(work):
     publish_chain(work / "CKPT", (work / SOURCE).resolve(), ("xor",) * 3)
 
 
-def _pruned(path):
-    """The oldest version is pruned; the rest is replayed on the first base."""
-    shutil.rmtree(version_at(path, 1))
-
-
 def _scaled(factor):
     """What was added is so many times what the adapter's settings say."""
 
@@ -335,7 +330,7 @@ CASES = {
     ),
     "Megatron-Bridge#3341": Case("qwen3_moe/", (".mlp.experts.",), _base_experts, _EXPERTS_MERGED),
     "slime#2104": Case("qwen2-untied/", ("model.",), _missed_the_last, _published),
-    "SkyRL#1902": Case("qwen2-untied/", (), on_checkpoint(_pruned), _chain),
+    "SkyRL#1902": Case("qwen2-untied/", (), on_checkpoint(lambda path: shutil.rmtree(version_at(path, 1))), _chain),
     # Merges
     "verl#7285": Case("qwen2-untied/", ("self_attn.q_proj.weight",), _with_adapter_beside, _MERGED),
     "Qwen-VL-Series-Finetune#259": Case("qwen3_5/", ("mtp.", "missing"), without_tensors("mtp."), _MERGED),

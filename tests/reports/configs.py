@@ -3,6 +3,7 @@
 import json
 
 from mutations.edits import edit_common, edit_json
+from mutations.hf_files import without_rope
 
 from reports.changes import as_release, config, on_checkpoint, settings, without_tensors
 from reports.report import Case
@@ -30,11 +31,6 @@ def _trained_with(work):
     """A base that is not a class's default, in checkpoint and release."""
     edit_json(work / "CKPT" / "config.json", lambda content: content["rope_parameters"].update(rope_theta=500000.0))
     as_release(work)
-
-
-def _no_rope(content):
-    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
-        content.pop(key, None)
 
 
 def _layer_too_many(content):
@@ -75,7 +71,9 @@ CASES = {
     "Qwen3-VL-Embedding#89": Case("qwen3_vl-tied/hf", ("lm_head.weight",), config(_untied)),
     "vllm#51665": Case("qwen2-untied/hf", ("lm_head.weight",), settings(tie_word_embeddings=True)),
     "vllm#42624": Case("qwen2-untied/hf", ("10000",), settings(rope_theta=10000.0), _trained_with),
-    "MarinFold#198": Case("qwen2-untied/hf", ("rope",), config(_no_rope), _trained_with),
+    "MarinFold#198": Case(
+        "qwen2-untied/hf", ("rope",), on_checkpoint(lambda path: without_rope(path, "")), _trained_with
+    ),
     "Model-Optimizer#1693": Case("qwen3_5_text-tied/hf", ("layer_types",), config(_layer_too_many)),
     "Megatron-Bridge#5946": Case("glm4_moe/hf", ("model.layers.13.",), settings(num_nextn_predict_layers=2)),
     "Megatron-Bridge#5528": Case("qwen3_5_moe/hf", ("mtp.",), without_tensors("mtp.")),

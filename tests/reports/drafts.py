@@ -92,6 +92,13 @@ def _of_three_states(work):
     save_draft(work / "CKPT", tensors, KINDS["speculators"][0])
 
 
+def _launched(prepare, damage, *names):
+    """A launch with a draft model, and no checkpoint of its own."""
+    return Case(names=names, damage=damage, prepare=prepare, twin=SCRIPT)
+
+
+_THREE = "num_speculative_tokens=3"
+
 CASES = {
     "sglang#27829": Case(
         "qwen3-untied/",
@@ -106,51 +113,32 @@ CASES = {
         _draft("SpecForge"),
         "ckptkit verify CKPT --source RELEASE",
     ),
-    "sglang#21272": Case(
-        names=("EAGLE3", "EAGLE, at"),
-        damage=said("speculative-algorithm EAGLE3", "speculative-algorithm EAGLE"),
-        prepare=_drafting(),
+    "sglang#21272": _launched(
+        *(_drafting(), said("speculative-algorithm EAGLE3", "speculative-algorithm EAGLE")), "EAGLE3", "EAGLE, at"
     ),
-    "sglang#24051": Case(
-        names=("vocab_size 152064", "151936"),
-        damage=_draft_says(vocab_size=151936),
-        prepare=_drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
+    "sglang#24051": _launched(
+        _drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
+        *(_draft_says(vocab_size=151936), "vocab_size 152064", "151936"),
     ),
-    "sglang#33966": Case(
-        names=("LlamaForCausalLM", "LlamaForCausalLMEagle"),
-        damage=_draft_says(architectures=["LlamaForCausalLM"]),
-        prepare=_drafting(_OPTIONS.replace("EAGLE3", "EAGLE"), "EAGLE"),
-        twin=SCRIPT,
+    "sglang#33966": _launched(
+        _drafting(_OPTIONS.replace("EAGLE3", "EAGLE"), "EAGLE"),
+        *(_draft_says(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM", "LlamaForCausalLMEagle"),
     ),
-    "sglang#18216": Case(
-        names=("config.json of speculators, without model_type",),
-        damage=_of_speculators,
-        prepare=_drafting(),
-        twin=SCRIPT,
+    "sglang#18216": _launched(_drafting(), _of_speculators, "config.json of speculators, without model_type"),
+    "sglang#40630": _launched(
+        _drafting(_OPTIONS.replace("EAGLE3", "DSPARK"), architectures=["Qwen3DSparkModel"]),
+        *(_of_speculators, "DSPARK", "config.json of speculators"),
     ),
-    "sglang#40630": Case(
-        names=("DSPARK", "config.json of speculators"),
-        damage=_of_speculators,
-        prepare=_drafting(_OPTIONS.replace("EAGLE3", "DSPARK"), architectures=["Qwen3DSparkModel"]),
-        twin=SCRIPT,
+    "vllm#43369": _launched(
+        _vllm("method=eagle3", "model=DRAFT", _THREE), _draft_says(vocab_size=201088), "vocab_size 152064", "201088"
     ),
-    "vllm#43369": Case(
-        names=("vocab_size 152064", "201088"),
-        damage=_draft_says(vocab_size=201088),
-        prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3"),
-        twin=SCRIPT,
+    "vllm#49646": _launched(
+        _vllm("method=dspark", "model=DRAFT", "num_speculative_tokens=7", architectures=["Qwen3DSparkModel"]),
+        *(said("method=dspark", "method=dflash"), "Qwen3DSparkModel"),
     ),
-    "vllm#49646": Case(
-        names=("Qwen3DSparkModel",),
-        damage=said("method=dspark", "method=dflash"),
-        prepare=_vllm("method=dspark", "model=DRAFT", "num_speculative_tokens=7", architectures=["Qwen3DSparkModel"]),
-        twin=SCRIPT,
-    ),
-    "vllm#44566": Case(
-        names=("num_speculative_tokens", "without it"),
-        damage=said("num_speculative_tokens=3", "draft_tensor_parallel_size=1"),
-        prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3", kind="speculators"),
-        twin=SCRIPT,
+    "vllm#44566": _launched(
+        _vllm("method=eagle3", "model=DRAFT", _THREE, kind="speculators"),
+        *(said(_THREE, "draft_tensor_parallel_size=1"), "num_speculative_tokens", "without it"),
     ),
     "vllm#55323": Case(
         "glm4_moe/hf",
@@ -162,10 +150,10 @@ CASES = {
     "vllm#35548": Case(
         "glm4_moe/hf", ("files",), on_checkpoint(_without_own_layer), _vllm("method=mtp", "num_speculative_tokens=1")
     ),
-    "spark-vllm-docker#378": Case(
-        names=("DSpark", "its config.json"),
-        damage=on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
-        prepare=_bundled,
+    "spark-vllm-docker#378": _launched(
+        _bundled,
+        on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
+        *("DSpark", "its config.json"),
     ),
     "sglang#26726": Case("qwen3-untied/", prepare=_latent),
     "sglang#21274": Case("qwen3-untied/", prepare=_draft("SpecForge")),

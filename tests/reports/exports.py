@@ -5,6 +5,7 @@ import shutil
 
 import torch
 from mutations.edits import edit_common, edit_json, names, replace, tensor
+from mutations.hf_tensors import experts_of_rank_0, rows_by_turns
 from mutations.torch_dist import FC1
 
 from ckptkit.app.api import convert
@@ -33,24 +34,6 @@ _ONE_MORE = r"^(?!.*visual).*(layernorm|[qk]_norm|language_model\.norm|mtp\..*no
 # What transformers does not save of Gemma 4: layers that use the keys of another have none.
 _SHARED = r"language_model\.layers\.(7|8|9|10|11)\.self_attn\.(k_proj|v_proj|k_norm)"
 _PROJECTIONS = ("gate", "up", "down")
-
-
-def _interleaved(fused):
-    """Rows of gate and up in turn, in place of gate above up."""
-    gate, up = fused.chunk(2, dim=-2)
-    return torch.stack([gate, up], dim=-2).reshape(fused.shape)
-
-
-def _local_numbers(path):
-    """Rank 1 takes the experts 0..5 for its own, which are 6..11."""
-    number = re.compile(r"(?<=\.mlp\.experts\.)\d+")
-    own = [name for name in names(path, ".mlp.experts.") if int(number.findall(name)[0]) >= 6]
-    replace(path, {name: tensor(path, number.sub(lambda one: str(int(one[0]) - 6), name)) for name in own})
-
-
-def _repeated(whole):
-    """Every rank of four has the experts of the first."""
-    return torch.cat([whole[: len(whole) // 4]] * 4)
 
 
 def _random(found):
@@ -197,12 +180,12 @@ CASES = {
     "vime#388": Case(
         "gemma4/hf",
         ("{0..2} and {3..5} and {6..8} and {9..11}", "expert parallel rank"),
-        changed(r"\.experts\.", _repeated),
+        changed(r"\.experts\.", lambda whole: torch.cat([whole[: len(whole) // 4]] * 4)),
     ),
     "llm-compressor#2735": Case(
         "deepseek_v4/hf", ("mtp.0.attn.wkv.weight", "missing"), without_tensors("mtp."), deepseek_v4
     ),
-    "slime#1799": Case("qwen3_moe/hf", (".mlp.experts.",), on_checkpoint(_local_numbers)),
+    "slime#1799": Case("qwen3_moe/hf", (".mlp.experts.",), on_checkpoint(lambda path: experts_of_rank_0(path, ""))),
     "ISEEKYAN/Megatron-LM#81": Case(
         "glm4_moe/hf",
         ("e_score_correction_bias",),
@@ -214,7 +197,9 @@ CASES = {
         stored(EXPERT_FC1, lambda found: torch.randn(found.shape).mul(0.02).to(found.dtype), experts=12),
     ),
     "Megatron-Bridge#5366": Case(
-        "qwen2-untied/megatron", ("model.layers.3.mlp.gate_proj.weight",), stored(FC1, _interleaved)
+        "qwen2-untied/megatron",
+        ("model.layers.3.mlp.gate_proj.weight",),
+        stored(FC1, lambda found: rows_by_turns(found).reshape(found.shape)),
     ),
     "Megatron-Bridge#5375": Case(
         "qwen2-untied/hf",

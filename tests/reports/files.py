@@ -6,8 +6,9 @@ import shutil
 
 import torch
 from mutations.edits import INDEX, edit_index, names, shard_of, tensor, write_index
+from mutations.hf_files import in_two_shards
 from mutations.torch_dist import TRACKER
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import models
 from support.fake_hub import download
 from support.fsdp_saves import save_fsdp
@@ -96,14 +97,6 @@ def _linked(work):
         file.rename(target)
         file.symlink_to(f"../../blobs/{target.name}")
     (work / "CKPT").symlink_to(path)
-
-
-def _reused(path):
-    """A file of another save of the model is used for some tensors, and holds others under names that are elsewhere."""
-    own = shard_of(path, EXPERT)
-    other = next(file for file in sorted(path.glob("*.safetensors")) if file != own)
-    more = {EXPERT: torch.randn_like(tensor(path, EXPERT).float()).mul(0.02).bfloat16()}
-    save_file(load_file(other) | more, other, metadata={"format": "pt"})
 
 
 def _overlay(path):
@@ -206,7 +199,7 @@ CASES = {
         ("self_attn.k_proj.weight", "zero", "12"),
         changed("self_attn.[qkv]_proj.weight", torch.zeros_like),
     ),
-    "vllm#54230": Case("qwen3_moe/hf", (EXPERT, "shard"), on_checkpoint(_reused)),
+    "vllm#54230": Case("qwen3_moe/hf", (EXPERT, "shard"), on_checkpoint(lambda path: in_two_shards(path, EXPERT))),
     "colibri#1479": Case("qwen3_moe/hf", ("o_proj", "model-overlay.safetensors"), on_checkpoint(_overlay)),
     "mlx-vlm#1464": Case("qwen2-untied/hf", ("transformers reads model.safetensors",), on_checkpoint(_stray)),
     "mlx-vlm#1827": Case("qwen2-untied/hf", ("index", "14 more: missing"), on_checkpoint(_renumbered)),

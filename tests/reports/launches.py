@@ -1,5 +1,7 @@
 """Reports about launches: arguments, sizes and paths that are not the model's, or that no stack can start with."""
 
+from functools import cache
+
 from support.launch_scripts import write_headers, write_launch
 
 from reports.report import Case
@@ -7,7 +9,10 @@ from reports.report import Case
 SCRIPT = "ckptkit preflight run.sh"
 
 
+@cache
 def launch(family):
+    """One for each family, so that reports of it share a sound twin."""
+
     def prepare(work):
         write_headers(work / "CKPT", family)
         write_launch(work, family, work / "CKPT")
@@ -130,108 +135,49 @@ def _serving(options):
     return prepare
 
 
+def wrong(prepare, before, after, *names):
+    """A right launch in which a text of its files is replaced by another."""
+    return Case(names=names, damage=said(before, after), prepare=prepare)
+
+
+_PER_ENGINE, _EXPERTS = "--rollout-num-gpus-per-engine", "--expert-model-parallel-size"
+_STAGES, _LAYOUT, _CONTEXTS = "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout", "--context-parallel"
+_UNTIED, _DRAFTING = "MODEL+=( --untie-embeddings-and-output-weights )", "--sglang-speculative-algorithm"
+
 CASES = {
-    "slime#641": Case(
-        names=("rotary_base", "10000"), damage=said("--rotary-base 1000000", ""), prepare=launch("qwen2")
+    "slime#641": wrong(launch("qwen2"), "--rotary-base 1000000", "", "rotary_base", "10000"),
+    "miles#742": wrong(launch("qwen3"), "THETA:-1000000", "THETA:-10000000", "rotary_base", "10000000"),
+    "miles#2377": wrong(launch("deepseek_v3"), "scaling-factor 40", "scaling-factor 32", "rotary_scaling_factor"),
+    "vllm#52435": wrong(launch("qwen2"), f"{_PER_ENGINE} 4", f"{_PER_ENGINE} 8", "num_attention_heads"),
+    "NeMo-RL#3150": wrong(_nemo_rl, "context_parallel_size: 2", "context_parallel_size: 4", "16"),
+    "sglang#36528": wrong(launch("qwen2"), f"{_PER_ENGINE} 4", f"{_PER_ENGINE} 4 {_DRAFTING} EAGLE3", "draft"),
+    "sglang#36536": wrong(launch("llama"), f"{_PER_ENGINE} 8", f"{_PER_ENGINE} 8 {_DRAFTING} EAGLE", "draft"),
+    "slime#2366": wrong(_one_step, "--global-batch-size 64", "--global-batch-size 256", "global_batch_size"),
+    "slime#1871": wrong(
+        *(launch("qwen3"), f"{_CONTEXTS}-size 2", f"{_CONTEXTS}-size 2 --allgather-cp"),
+        "no --allgather-cp with context_parallel_size above 1 for Qwen3ForCausalLM",
     ),
-    "miles#742": Case(
-        names=("rotary_base", "10000000"), damage=said("THETA:-1000000", "THETA:-10000000"), prepare=launch("qwen3")
-    ),
-    "miles#2377": Case(
-        names=("rotary_scaling_factor",),
-        damage=said("--rotary-scaling-factor 40", "--rotary-scaling-factor 32"),
-        prepare=launch("deepseek_v3"),
-    ),
-    "vllm#52435": Case(
-        names=("num_attention_heads",),
-        damage=said("--rollout-num-gpus-per-engine 4", "--rollout-num-gpus-per-engine 8"),
-        prepare=launch("qwen2"),
-    ),
-    "NeMo-RL#3150": Case(
-        names=("16",), damage=said("context_parallel_size: 2", "context_parallel_size: 4"), prepare=_nemo_rl
-    ),
-    "sglang#36528": Case(
-        names=("draft",),
-        damage=said(
-            "--rollout-num-gpus-per-engine 4", "--rollout-num-gpus-per-engine 4 --sglang-speculative-algorithm EAGLE3"
-        ),
-        prepare=launch("qwen2"),
-    ),
-    "sglang#36536": Case(
-        names=("draft",),
-        damage=said(
-            "--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 8 --sglang-speculative-algorithm EAGLE"
-        ),
-        prepare=launch("llama"),
-    ),
-    "slime#2366": Case(
-        names=("global_batch_size",),
-        damage=said("--global-batch-size 64", "--global-batch-size 256"),
-        prepare=_one_step,
-    ),
-    "slime#1871": Case(
-        names=("no --allgather-cp with context_parallel_size above 1 for Qwen3ForCausalLM",),
-        damage=said("--context-parallel-size 2", "--context-parallel-size 2 --allgather-cp"),
-        prepare=launch("qwen3"),
-    ),
-    "verl#7952": Case(names=("async_save",), damage=said("async_save=False", "async_save=True"), prepare=_verl),
+    "verl#7952": wrong(_verl, "async_save=False", "async_save=True", "async_save"),
     "Megatron-Bridge#5354": Case("qwen2-untied/megatron", ("run_config.yaml",), _bridge_format, _nemo_rl_from_megatron),
-    "slime#2077": Case(
-        names=("= 8 x 1 x 2 = 16",),
-        damage=said(
-            "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2"
-        ),
-        prepare=launch("qwen3_moe"),
+    "slime#2077": wrong(launch("qwen3_moe"), f"{_EXPERTS} 8", f"{_EXPERTS} 8 {_STAGES} 2", "= 8 x 1 x 2 = 16"),
+    "Megatron-Bridge#5754": wrong(launch("qwen3_moe"), "--expert-tensor-parallel-size 1", "", "= 8 x 4 x 1 = 32"),
+    "slime#1796": wrong(launch("deepseek_v3"), "--sglang-ep-size 64 ", "", "moe_intermediate_size = 2048, 32 a rank"),
+    "Megatron-Bridge#5551": wrong(
+        *(launch("glm4_moe"), f"{_STAGES} 4 {_CONTEXTS}-size 2 {_EXPERTS} 16", f"{_STAGES} 8 {_EXPERTS} 8"),
+        *("divisible by pp = 8", "num_hidden_layers = 92"),
     ),
-    "Megatron-Bridge#5754": Case(
-        names=("= 8 x 4 x 1 = 32",), damage=said("--expert-tensor-parallel-size 1", ""), prepare=launch("qwen3_moe")
+    "Megatron-Bridge#5581": wrong(_four_stages, f"{_STAGES} 4", f"{_STAGES} 2", "14 ", "stages"),
+    "Megatron-Bridge#5846": wrong(
+        _uneven, "pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 1", "uneven"
     ),
-    "slime#1796": Case(
-        names=("moe_intermediate_size = 2048, 32 a rank",),
-        damage=said("--sglang-ep-size 64 ", ""),
-        prepare=launch("deepseek_v3"),
+    "Megatron-Bridge#5578": wrong(with_options("qwen2", f"{_LAYOUT} 'Et*13|t*15,L'"), "t*15", "t*14", "27"),
+    "sglang#31799": wrong(_glm_in_one_group, f"{_PER_ENGINE} 16", f"{_PER_ENGINE} 24", "vocab_size", "24 "),
+    "Megatron-Bridge#5884": wrong(_eight_stages, _ENDS, "", "divisible by pp = 8", "num_hidden_layers = 28"),
+    "Megatron-Bridge#5443": wrong(
+        *(with_options("qwen2", f"{_LAYOUT} 'Et*7|t*7|t*7|t*7,L'"), _LAYOUT, f"{_ONE_CHUNK} {_LAYOUT}"),
+        "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout",
     ),
-    "Megatron-Bridge#5551": Case(
-        names=("divisible by pp = 8", "num_hidden_layers = 92"),
-        damage=said(
-            "--pipeline-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 16",
-            "--pipeline-model-parallel-size 8 --expert-model-parallel-size 8",
-        ),
-        prepare=launch("glm4_moe"),
-    ),
-    "Megatron-Bridge#5581": Case(
-        names=("14 ", "stages"),
-        damage=said("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2"),
-        prepare=_four_stages,
-    ),
-    "Megatron-Bridge#5846": Case(
-        names=("uneven",),
-        damage=said("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 1"),
-        prepare=_uneven,
-    ),
-    "Megatron-Bridge#5578": Case(
-        names=("27",),
-        damage=said("t*15", "t*14"),
-        prepare=with_options("qwen2", "--pipeline-model-parallel-layout 'Et*13|t*15,L'"),
-    ),
-    "sglang#31799": Case(
-        names=("vocab_size", "24 "),
-        damage=said("--rollout-num-gpus-per-engine 16", "--rollout-num-gpus-per-engine 24"),
-        prepare=_glm_in_one_group,
-    ),
-    "Megatron-Bridge#5884": Case(
-        names=("divisible by pp = 8", "num_hidden_layers = 28"), damage=said(_ENDS, ""), prepare=_eight_stages
-    ),
-    "Megatron-Bridge#5443": Case(
-        names=("--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout",),
-        damage=said("--pipeline-model-parallel-layout", f"{_ONE_CHUNK} --pipeline-model-parallel-layout"),
-        prepare=with_options("qwen2", "--pipeline-model-parallel-layout 'Et*7|t*7|t*7|t*7,L'"),
-    ),
-    "slime#253": Case(
-        names=("untie_embeddings_and_output_weights = False, by default",),
-        damage=said("MODEL+=( --untie-embeddings-and-output-weights )", ""),
-        prepare=launch("qwen2"),
-    ),
+    "slime#253": wrong(launch("qwen2"), _UNTIED, "", "untie_embeddings_and_output_weights = False, by default"),
     "vllm#55193": Case(names=(_NO_TRAINER,), prepare=_serving("--max-lora-rank 8 --lora-target-modules qkv_proj")),
     "gpustack#5438": Case(names=(_NO_TRAINER,), prepare=_serving("")),
 }

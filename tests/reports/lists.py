@@ -71,11 +71,6 @@ def without(*modules):
     return exclude(lambda listed: [one for one in listed if one not in modules])
 
 
-def _hard_coded(listed):
-    """A prefix that no module has: the one of the layers, before the one of the language model."""
-    return [one.replace("model.language_model.", "model.layers.language_model.") for one in listed]
-
-
 def _head_packed(path):
     name = "lm_head.weight"
     replace(path, dict(_NVFP4.store("lm_head", tensor(path, name))), [])
@@ -287,7 +282,9 @@ CASES = {
     "Model-Optimizer#479": Case(
         "qwen3_vl-tied/",
         ("self_attn",),
-        exclude(_hard_coded),
+        exclude(
+            lambda listed: [one.replace("model.language_model.", "model.layers.language_model.") for one in listed]
+        ),
         _excluding(*ATTENTION, "model.visual*", packed=r".*language_model.*mlp\.\w+_proj\.weight"),
     ),
     "vllm#45132": Case("qwen2-untied/", ("lm_head",), on_checkpoint(_head_packed), _excluding()),

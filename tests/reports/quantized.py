@@ -5,11 +5,11 @@ import shutil
 
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
-from mutations.floats import exponents_unannounced
+from mutations.floats import exponents_unannounced, half_the_scales, packed_for_a_kernel
 from mutations.int4 import packed, unpack
 from support import models
-from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
-from support.quantized import int4, with_fp8_blocks
+from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, modelopt_nvfp4, write
+from support.quantized import with_fp8_blocks
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -57,12 +57,6 @@ def _split_names(content):
     """The list has the names of an older writer, `in_proj_qkv`; the tensors are `in_proj_qkvz`."""
     kept = [entry for entry in content["ignore"] if "linear_attn" not in entry]
     content["ignore"] = [*kept, "re:.*linear_attn.in_proj_(qkv|z|a|b)$", "re:.*linear_attn.(out_proj|conv1d)$"]
-
-
-def _embedding_packed(path):
-    name = "model.embed_tokens.weight"
-    parts, _ = int4(strategy="group", group_size=32)(tensor(path, name))
-    replace(path, {name + ending: part for ending, part in parts.items()}, [name])
 
 
 def _small_packed(path):
@@ -128,11 +122,6 @@ def _nvfp4(work):
     edit_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
 
 
-def _half_scales(path):
-    """Counted from the packed bytes: a scale for each 32 weights, not 16."""
-    replace(path, {name: tensor(path, name)[:, ::2].contiguous() for name in names(path, "_proj.weight_scale")[::2]})
-
-
 def _from_mxfp4(exponent):
     """MXFP4 with values in one block that are so far apart, and what FP8 with powers of two makes of it."""
 
@@ -164,12 +153,6 @@ def _as_mistral_text(work):
     content = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     spelling = Spelling(_one_scale, {"quantization_config": content | {"modules_to_not_convert": ["lm_head"]}})
     write((work / SOURCE).resolve(), work / "CKPT", spelling)
-
-
-def _for_a_kernel(scale):
-    """Exponents four in an int32, as DeepGEMM takes them."""
-    powers = exponents(scale)
-    return torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous().view(torch.int32)
 
 
 def _mxfp4_but_for_drafts(work):
@@ -251,7 +234,7 @@ CASES = {
         _from_mxfp4(-14),
         "ckptkit verify CKPT --source RELEASE",
     ),
-    "Model-Optimizer#2038": Case("qwen2-untied/hf", ("weight_scale", "packed"), on_checkpoint(_half_scales), _nvfp4),
+    "Model-Optimizer#2038": Case("qwen2-untied/hf", ("weight_scale", "packed"), on_checkpoint(half_the_scales), _nvfp4),
     "vllm#54189": Case("qwen2-untied/hf", ("input_scale", "none is stored"), dropped("input_scale"), _nvfp4),
     "transformers#48371": Case(
         "qwen3_moe/",
@@ -265,9 +248,7 @@ CASES = {
         quantization(lambda content: content.update(exclude=["lm_head"])),
         _mxfp4_but_for_drafts,
     ),
-    "miles#1623": Case(
-        "qwen2-untied/", ("weight_scale_inv", "int32"), changed("weight_scale_inv", _for_a_kernel), _fp8
-    ),
+    "miles#1623": Case("qwen2-untied/", ("weight_scale_inv", "int32"), on_checkpoint(packed_for_a_kernel), _fp8),
     "vllm#57108": Case(
         "deepseek_v4/hf",
         ("layers.{0..11}.attn.wo_a.scale", "lists"),
@@ -300,7 +281,11 @@ CASES = {
         "qwen3_next-tiles/", ("linear_attn",), quantization(_split_names), int4_without("re:.*linear_attn.*")
     ),
     "transformers#47407": Case("qwen3_moe-tiles/int4", ("mlp.experts.",), twin="ckptkit verify CKPT"),
-    "vllm#54304": Case("qwen2-untied-tiles/int4", ("model.embed_tokens.weight",), on_checkpoint(_embedding_packed)),
+    "vllm#54304": Case(
+        "qwen2-untied-tiles/int4",
+        ("model.embed_tokens.weight",),
+        on_checkpoint(lambda path: packed(["model.embed_tokens"])(path, "")),
+    ),
     "llm-compressor#2805": Case(
         "qwen2-untied-tiles/",
         ("actorder",),

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from support.adapters import KINDS, made, randomized
 from support.forking import run_script
 from support.messages import text_with
 from support.nightly import daily
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, inspect
@@ -32,7 +30,6 @@ pytestmark = [
 ]
 
 LAYER = "base_model.model.model.layers.5.self_attn.q_proj"
-Change = Callable[[dict[str, Tensor]], object]
 # Scales that engines do not give a pair.
 BOTH, SGLANG = "SGLang 0.5.16 scales it by 2, vLLM 0.26 scales it by 2", "SGLang 0.5.16 scales it by 2"
 OTHER_SCALES = {"patterns": [BOTH, "vLLM 0.26 scales it by 2"], "rslora": [SGLANG]}
@@ -242,32 +239,6 @@ def test_a_fault_is_found(fault, root, tmp_path):
     assert bool(found) is bool(beside_base)
     against = verify(wrong, source=path / "adapter").findings
     assert {finding.code for finding in against} == {*beside_other.split()}
-
-
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
-def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root, tmp_path):
-    def bare(tensors):
-        for name in [*tensors]:
-            tensors[name.removeprefix("base_model.model.")] = tensors.pop(name)
-
-    path = of_kind("dense", root)
-    base = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
-    tuned = PeftModel.from_pretrained(base, str(edited(path, tmp_path / "bare", bare)))
-    assert not any(one.any() for name, one in tuned.named_parameters() if "lora_B" in name)
-    for source in (None, path / "base"):
-        (issue,) = verify(tmp_path / "bare", source=source).findings
-        assert (issue.code, issue.severity, issue.count) == ("CK133", "error", 168)
-    against = verify(tmp_path / "bare", source=path / "adapter").findings
-    assert {finding.code for finding in against} == {"CK133", "CK136"}
-
-
-def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root, tmp_path):
-    path = of_kind("dense", root)
-    doubled = edited(path, tmp_path / "doubled", nothing, lora_alpha=16)
-    convert(path / "base", tmp_path / "merged", merge=doubled)
-    for merged in (tmp_path / "merged", path / "base"):
-        report = verify(merged, source=path / "base", adapter=path / "adapter")
-        assert {finding.code for finding in report.findings} == {"CK202"}
 
 
 def test_options_of_models_are_refused(root):

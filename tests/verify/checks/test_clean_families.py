@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +21,8 @@ from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron.run import run_megatron
 
-Made = dict[str, Path]
 
-
-@pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND))
+@pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND[::2]))
 def made(request, tmp_path_factory):
     """A model of one family: as its release, as Megatron, and in INT4 where that is supported."""
     name, root = request.param, tmp_path_factory.mktemp("clean") / request.param
@@ -62,7 +59,7 @@ _WITHOUT_CLASS = ("step3p5", "step3p7", "kimi_k3", "glm5_next")
 FRESH = [name for name in HF_CASES if name not in _WITHOUT_CLASS]
 
 
-@pytest.mark.parametrize("name", daily(FRESH, ("qwen2-tied", "glm4_moe", "gemma3_text", "deepseek_v4")))
+@pytest.mark.parametrize("name", daily(FRESH, ("glm4_moe", "gemma3_text")))
 def test_model_as_transformers_initializes_it_is_sound(name, tmp_path):
     """Biases of zeros, norms around zero or one, and matrices that a class begins with as a constant."""
     fresh = replace(HF_CASES[name], value=lambda key, tensor, dtype: tensor)

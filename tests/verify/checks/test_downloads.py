@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from random import Random
@@ -124,13 +123,6 @@ def test_files_that_models_share_are_known_by_the_name_of_their_blob(releases, t
     file.write_bytes(flipped(file))
     os.utime(file, (before, before))
     assert only(verify(path)).code == "CK124"
-
-
-def test_a_link_to_a_copy_of_the_whole_cache_is_judged_as_the_cache(releases, tmp_path, only):
-    download(MODEL, releases(NAME), spoiled(releases(NAME)), cache_dir=tmp_path / "cache")
-    shutil.copytree(tmp_path / "cache", tmp_path / "copied", symlinks=True)
-    (tmp_path / "model").symlink_to(tmp_path / "copied" / "models--org--model" / "snapshots" / SHA)
-    assert f"hf download {MODEL} " in only(verify(tmp_path / "model")).hint
 
 
 def test_every_file_differs_as_with_names_of_a_mirror(releases, tmp_path):

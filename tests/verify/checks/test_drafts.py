@@ -1,16 +1,13 @@
 """What `verify` says of EAGLE draft models: nothing of sound ones, as trainers save them; each fault by its code."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
-from families import HF_CASES, case
 from mutations.edits import edit_config
 from support import models
 from support.drafts import KINDS, TOKENS, made_draft, save_draft, tensors_of
 from support.messages import text_with
-from torch import Tensor
 
 from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.converters.draft import is_draft
@@ -18,14 +15,10 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.run import verify
 
-Change = Callable[[dict[str, Tensor]], object]
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    path = tmp_path_factory.mktemp("target") / "target"
-    case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.bfloat16)
-    return path
+@pytest.fixture
+def target(releases):
+    return releases("qwen3-untied")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,34 +81,25 @@ FAULTS = {
     "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), "CK142", "differ"),
     "a token beyond the vocabulary": (put("d2t", lambda one: one["d2t"].index_fill(0, LAST, TOKENS)), "CK142", "1"),
     "not a number": (put(UP, lambda one: one[UP].index_fill(1, LAST, float("nan"))), "CK143", "NaN"),
+    "a config of another vocabulary": (drop(), "CK141", "64", {"draft_vocab_size": 96}),
+    "a config of other states": (
+        *(drop(), "CK144", "11"),
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}},
+    ),
     "an output layer of zeros": (put("lm_head.weight", lambda one: one["lm_head.weight"] * 0), "CK143", "zeros"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault, target, tmp_path):
-    change, code, words = FAULTS[fault]
+    change, code, words, *config = FAULTS[fault]
     tensors = tensors_of("SpecForge")
     change(tensors)
-    report = verify(save_draft(tmp_path / "draft", tensors, KINDS["SpecForge"][0]), source=target)
-    assert {one.code for one in report.findings} == {code}
-    assert any(one.actual == text_with(words) for one in report.findings)
-    assert report.status == "failed"
-
-
-@pytest.mark.parametrize(
-    ("config", "code", "words"),
-    [
-        ({"draft_vocab_size": 96}, "CK141", "[64"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}}, "CK144", "[11]"),
-    ],
-)
-def test_a_config_of_another_draft_is_found(config, code, words, target, tmp_path):
-    path = made_draft("SpecForge", tmp_path / "draft")
-    edit_config(path, **config)
+    path = save_draft(tmp_path / "draft", tensors, KINDS["SpecForge"][0])
+    edit_config(path, **dict(*config))
     report = verify(path, source=target)
     assert {one.code for one in report.findings} == {code}
-    assert any(words in one.actual for one in report.findings)
+    assert any(one.actual == text_with(words) for one in report.findings)
     assert report.status == "failed"
 
 
@@ -138,9 +122,8 @@ def test_what_may_be_meant_so_is_a_warning(kind, change, config, code, words, tm
     assert [one.actual for one in found] == [text_with(one) for one in words]
 
 
-def test_a_draft_of_another_target_is_found(tmp_path):
-    other = tmp_path / "other"
-    case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
+def test_a_draft_of_another_target_is_found(fresh, tmp_path):
+    other = fresh("gemma3_text")
     edit_config(other, hidden_size=64, vocab_size=99)
     found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
     assert [(one.code, one.expected, one.actual) for one in found] == [

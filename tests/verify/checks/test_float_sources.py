@@ -8,10 +8,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from mutations.edits import edit_json, names, replace, tensor
+from mutations.edits import names, replace, tensor
 from safetensors.torch import load_file, save_file
 from support import floats, quantized
-from support.messages import text_with
 from support.nightly import daily
 
 import ckptkit
@@ -34,10 +33,6 @@ PAIRS = (
 )
 EXPERT, OTHER = (f"model.layers.5.mlp.experts.{number}.up_proj.weight" for number in (7, 3))
 OUTPUT = "model.layers.5.self_attn.o_proj.weight"
-
-
-def linear(name):
-    return name.endswith("_proj.weight")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +69,8 @@ CHANNEL = quantized.compressed_config("float-quantized", num_bits=8, type="float
 @pytest.mark.parametrize(("quantizer", "content"), [(per_tensor, TENSOR), (compressed_tensors, CHANNEL)])
 def test_fp8_of_quantizers_that_round_in_bfloat16_has_no_finding(quantizer, content, releases, tmp_path, passes):
     release, path = releases("qwen2-untied"), tmp_path / "fp8"
-    quantized.write(release, path, linear, quantizer, lambda config: config | {"quantization_config": content})
+    config = {"quantization_config": content}
+    quantized.write(release, path, lambda name: name.endswith("_proj.weight"), quantizer, lambda old: old | config)
     for code in ("CK202", "CK203", "CK305"):
         passes(code, path, source_path=release)
 
@@ -93,14 +89,6 @@ def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(fp8, releases, 
         stored.view(torch.uint8)[0, 0] ^= 1
         replace(path, {EXPERT: stored})
         assert {(one.code, one.tensor) for one in verify(path, source=fp8).findings} == {("CK202", EXPERT)}
-
-
-def test_unknown_fp8_is_inconclusive_and_not_failed(fp8, copy_of, releases):
-    path = copy_of(fp8)
-    edit_json(path / "config.json", lambda config: config["quantization_config"].update(scale_fmt="of tomorrow"))
-    report = verify(path, source=releases("qwen3_moe"))
-    assert {finding.code for finding in report.findings} & {"CK202", "CK203", "CK305"} == set()
-    assert report.status == "inconclusive"
 
 
 @pytest.mark.parametrize("formats", daily(PAIRS, (PAIRS[0], PAIRS[3])), ids="-to-".join)
@@ -148,24 +136,6 @@ def test_weights_that_were_dequantized_beside_others_are_compared_with_their_sou
     wrong[0, 0] += 1
     replace(made, {OUTPUT: wrong})
     assert [finding.tensor for finding in alone("CK202", made, source_path=fp8)[1]] == [OUTPUT]
-
-
-@pytest.mark.parametrize("exponent", [-14, -16])
-def test_mxfp4_that_fp8_cannot_hold_is_found(exponent, releases, tmp_path, alone):
-    """One group of a block has 4.0, and another 0.5 times this power of two."""
-    release = releases("qwen3_moe")
-    source = floats.write(release, tmp_path / "source", floats.SPELLINGS["mxfp4-quark"])
-    codes, scale = tensor(source, EXPERT), tensor(source, f"{EXPERT}_scale")
-    codes[:32, :16], scale[:32, 0] = 0, 127
-    codes[0, 0], codes[1, 0], scale[1, 0] = 6, 1, 127 + exponent
-    replace(source, {EXPERT: codes, f"{EXPERT}_scale": scale})
-    plain = plain_copy(source, release, tmp_path / "plain")
-    made = floats.write(plain, tmp_path / "made", floats.SPELLINGS["fp8-ue8m0"])
-    result, findings = alone("CK305", made, source_path=source)
-    assert (result and result.status) == "passed"
-    found = [(one.tensor, one.severity, one.actual) for one in findings]
-    actual = text_with(f"not lossless: 1 of 1 of them to 0; {EXPERT}, [1, 0] 7.62939e-06 0")
-    assert found == ([] if exponent == -14 else [(EXPERT, "warning", actual)])
 
 
 SCHEMES = {

@@ -1,7 +1,6 @@
 """MLX, bitsandbytes, GPTQ, AWQ, AutoRound, ModelOpt's AWQ, MXFP6: named once, and not judged by the rules of others."""
 
 import shutil
-from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
-
-Parts = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
 def mlx(module, weight):

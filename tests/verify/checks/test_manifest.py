@@ -95,13 +95,6 @@ def test_what_is_quantized_has_a_manifest_that_tells_its_source(releases, tmp_pa
     assert len(sources) == 2
 
 
-def test_a_copy_is_proved_without_its_source(manifests, fresh):
-    report = verify(fresh("glm4_moe"), manifest=manifests("glm4_moe"))
-    assert report.findings == []
-    (result,) = [check for check in report.checks if check.code == "CK120"]
-    assert (result.status, result.tensors_compared) == ("passed", 2 * 14 + 10 * 52 + 3)
-
-
 READ_BY_LOADERS = (
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "special_tokens_map.json"),
     *("added_tokens.json", "tokenizer.json", "tokenizer.tiktoken", "preprocessor_config.json", "modeling_x.py"),
@@ -147,7 +140,6 @@ def test_names_on_disk_are_compared_whatever_the_source(side, releases, converte
     manifest = make_manifest(path, tmp_path / "manifest.json")
     result, findings = alone("CK120", path, manifest=manifest, source_path=releases("glm4_moe"))
     assert findings == []
-    assert result is not None
     assert result.tensors_compared == len(promised(manifest)["tensors"])
 
 

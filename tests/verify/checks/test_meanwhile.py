@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 
 import pytest
 
@@ -44,9 +43,6 @@ def touched(pattern):
 
 def one_more_shard(path):
     shutil.copy(min(path.glob("*.safetensors")), path / "model-00099-of-00099.safetensors")
-
-
-Meanwhile = Callable[[Callable[[], None]], None]
 
 
 @pytest.fixture

@@ -50,19 +50,6 @@ def test_int4_checkpoint_without_defect_has_no_finding(int4, releases, converted
     passes("CK308", int4, 444)  # all that are packed
 
 
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path, passes):
-    """Phi-3 has qkv_proj and gate_up_proj."""
-    models.save("phi3", tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "minmax"))
-    passes("CK306", tmp_path / "int4")
-
-
-def test_a_plain_checkpoint_is_not_checked_for_packing(releases):
-    report = verify(releases("qwen2-tied"), tp=2)
-    assert not [check for check in report.checks if check.code.startswith("CK3")]
-    assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
-
-
 def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4, fresh, only):
     path = fresh("glm4_moe")
     config = json.loads((int4 / "config.json").read_text())
@@ -99,16 +86,6 @@ def test_a_shape_of_one_number(int4, copy_of, alone):
     assert finding.tensor == f"{EXPERT}.weight_shape"
     assert finding.expected == text_with("[2]")
     assert finding.actual == text_with("[1] int64")
-
-
-def test_two_int4_checkpoints_are_compared_bit_for_bit(int4, copy_of):
-    assert verify(int4, source=int4).findings == []
-    path = copy_of(int4)
-    packed = models.tensors(path)[f"{EXPERT}.weight_packed"]
-    packed[0, 0] ^= 0x0000F000
-    models.edit(path, f"{EXPERT}.weight_packed", packed)
-    found = verify(path, source=int4).findings
-    assert [(finding.code, finding.tensor) for finding in found] == [("CK202", f"{EXPERT}.weight_packed")]
 
 
 def args(symmetric, group):
@@ -170,9 +147,6 @@ def weights_of(config):
     return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
-# CK306
-
-
 @pytest.mark.parametrize(
     "modules",
     [
@@ -201,25 +175,6 @@ def test_fused_layer_wholly_unpacked_has_no_finding(int4, copy_of, alone):
     assert alone("CK306", path)[1] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "said"),
-    [
-        (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 2).bfloat16(), "groups of 64"),
-        (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 4), "scales in float32"),
-        (f"{EXPERT_11}.gate_proj.weight_zero_point", torch.zeros(12, 4).int(), ", zero points"),
-    ],
-)
-def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(name, part, said, int4, copy_of, alone):
-    path = copy_of(int4)
-    replace(path, {name: part})
-    _, (finding,) = alone("CK306", path)
-    assert finding.tensor == f"{name.rpartition('.')[0]}.weight"
-    assert said in finding.actual
-
-
-# CK307
-
-
 @pytest.mark.usefixtures("kernel_tiles")
 def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4, alone):
     """Experts of 96 features, and a down projection of 288 columns: an engine ends at its first prompt."""
@@ -231,17 +186,11 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4, a
     assert alone("CK307", int4, readers=("vllm",)) == (None, [])
 
 
-# CK308
-
-
 def test_scales_that_differ_by_a_little_are_normal(int4, copy_of, alone):
     """Those that differ by more are mutations."""
     path, name = copy_of(int4), f"{EXPERT_11}.down_proj.weight_scale"
     replace(path, {name: tensor(path, name) * 16})
     assert alone("CK308", path)[1] == []
-
-
-# CK305
 
 
 def requantized(original, factor):
@@ -275,14 +224,7 @@ def moved(words):
 
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
 @pytest.mark.parametrize("change", [moved, in_awq_order])
-def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
-    actorder,
-    change,
-    int4,
-    copy_of,
-    releases,
-    alone,
-):
+def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(actorder, change, int4, copy_of, releases, alone):
     path, name = copy_of(int4), f"{EXPERT_11}.up_proj.weight_packed"
     replace(path, {name: change(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
@@ -326,7 +268,6 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(reade
     wrong = [(f"{expert}.weight_zero_point", "error") for expert in experts] if reader == "vllm" else []
     for readers in ((), ("vllm", "sglang")):
         result, found = alone("CK309", path, readers=readers or None)
-        assert result is not None
         assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)
         assert sorted((one.tensor, one.severity) for one in found) == wrong
     assert alone("CK309", path, readers=("vllm",)) == (None, [])

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -13,10 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ckptkit.verify.evidence.side.processors import processor_differences
-from ckptkit.verify.evidence.side_files import SideDifference, SideFiles
+from ckptkit.verify.evidence.side_files import SideFiles
 
-Files = Mapping[str, Any]
-Compare = Callable[..., list[SideDifference]]
 QWEN2 = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2VLProcessor",

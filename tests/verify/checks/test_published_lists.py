@@ -1,71 +1,25 @@
 """CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from families import CASES, case
-from mutations.edits import edit_config, replace
-from support import quantized
+from mutations.edits import edit_config, edit_quantization, replace
 from support.launch_scripts import arguments_of
 from support.messages import text_with
-from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
-K26_LIST = [
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-    "re:.*lm_head.*",
-    "re:vision_tower.*",
-    "re:mm_projector.*",
-]
-# Kimi K2.5 names its output layer as Kimi K2 did, which has no language_model before it.
-K25_LIST = ["lm_head", *(entry for entry in K26_LIST if "lm_head" not in entry)]
-
+WEIGHTS = ("config_groups", "group_0", "weights")
 FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
-# Routed experts alone are packed: of 12 layers all but the first have 12 with 3 matrices each.
-PACKED = 11 * 12 * 3
-
-
-@pytest.fixture(scope="module")
-def release(tmp_path_factory):
-    """Kimi K2.5 with routed experts in INT4, as compressed-tensors packs them; each test writes its own list."""
-    root = tmp_path_factory.mktemp("published")
-    case.save("kimi_k25", CASES["kimi_k25"], root / "plain", torch.bfloat16)
-    pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
-    quantized.write(root / "plain", root / "int4", lambda name: ".mlp.experts." in name, pack, lambda config: config)
-    return root / "int4"
-
-
-Judged = Callable[..., tuple[str, list[Finding]]]
-
-
-@pytest.fixture
-def judged(release):
-    before = json.loads((release / "config.json").read_text())["text_config"]
-
-    def judge(ignore, **how):
-        said = quantized.compressed_config("pack-quantized", strategy="group", group_size=32) | {"ignore": list(ignore)}
-        edit_config(release, text_config=before | {"quantization_config": said})
-        report = verify(release, **how)
-        assert {finding.code for finding in report.findings} == {"CK302"}
-        assert next(check.tensors_compared for check in report.checks if check.code == "CK302") >= PACKED
-        return report.status, list(report.findings)
-
-    return judge
 
 
 def by_reader(found):
@@ -74,69 +28,6 @@ def by_reader(found):
 
 def found(report, code):
     return [finding for finding in report.findings if finding.code == code]
-
-
-_NAMES = ("compressed-tensors", "transformers")  # readers of names, which find no `lm_head` under language_model
-
-
-@pytest.mark.parametrize(
-    ("ignore", "readers", "severities", "word"),
-    [
-        (K25_LIST, None, dict.fromkeys((*_NAMES, "slime"), "warning"), "language_model.lm_head"),
-        (K25_LIST, ("sglang", "transformers"), dict.fromkeys(_NAMES, "error") | {"slime": "warning"}, "lm_head"),
-        (K26_LIST, None, {"slime": "warning"}, "language_model.model.embed_tokens.weight"),
-        # This one is not published.
-        ([*K25_LIST, "language_model.lm_head"], None, {"slime": "error"}, "language_model.model.embed_tokens.weight"),
-    ],
-)
-def test_kimi_k25_is_spelled_for_engines(ignore, readers, severities, word, judged):
-    """Engines know the output layer by its class. slime packs by name, embedding and routers too."""
-    status, found = judged(ignore, readers=readers)
-    assert status == ("failed" if "error" in severities.values() else "passed")
-    assert by_reader(found) == severities
-    for finding in found:
-        assert word in finding.actual
-        assert Path(finding.file or "").name == "config.json"
-
-
-def test_published_list_fails_a_launch_that_quantizes_by_it(judged, release):
-    """slime packs what no entry names, routers among it; an engine alone finds everything as it looks for it."""
-    judged(K26_LIST)
-    for arguments, severity in (((), "warning"), ((f"{FLAG}=1",), "error")):
-        report = preflight(hf_checkpoint=release, arguments=arguments)
-        assert by_reader(found(report, "CK302")) == {"slime": severity}
-        assert (report.status == "failed") is (severity == "error")
-
-
-def test_what_sglang_would_load_wrongly_is_an_error(judged):
-    """SGLang 0.5.16 takes a plain entry for a part of a name: experts of layers 1, 10 and 11 would be unpacked."""
-    status, found = judged([*K26_LIST, "model.layers.1"])
-    assert (status, by_reader(found)["SGLang 0.5.16"]) == ("failed", "error")
-    (wrong,) = [finding for finding in found if finding.actual.startswith("SGLang")]
-    assert "'model.layers.1'" in wrong.hint
-
-
-def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged):
-    status, found = judged([entry for entry in K26_LIST if "shared_experts" not in entry])
-    assert status == "failed"
-    wrong = [finding for finding in found if finding.tensor]
-    assert {finding.tensor for finding in wrong} == {
-        f"language_model.model.layers.{{1..11}}.mlp.shared_experts.{name}_proj.weight"
-        for name in ("gate", "up", "down")
-    }
-    assert {(finding.expected, finding.actual, finding.count) for finding in wrong} == {
-        ("packed as INT4, by config.json", "unquantized", 11)
-    }
-
-
-@pytest.mark.parametrize("readers", [None, ("transformers",), ("sglang", "slime")])
-def test_lint_and_verify_give_one_severity(judged, release, readers):
-    _, found = judged([*K26_LIST, "model.layers.1"], readers=readers)
-    linted = [one for one in lint(release, readers=readers).findings if one.kind in ("exposed", "disagreement")]
-    verified = {reader: severity for several, severity in by_reader(found).items() for reader in several.split(" and ")}
-    assert {reader: one.severity for one in linted for reader in one.readers} == {
-        reader: severity for reader, severity in verified.items() if readers is None or severity == "error"
-    }
 
 
 # CK709 and CK307 in a launch: what training rounds to, and what the engine's ranks can share.
@@ -160,11 +51,9 @@ def experts(releases, tmp_path_factory):
 @pytest.fixture
 def without_router(experts, copy_of):
     """The same weights beside a list that names the router as a module: who packs by parameter names packs it."""
-    path = copy_of(experts)
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    kept = [entry for entry in config["ignore"] if "gate(" not in entry]
-    edit_config(path, quantization_config=config | {"ignore": [*kept, "re:.*mlp.gate$"]})
-    return path
+    listed = json.loads((experts / "config.json").read_text())["quantization_config"]["ignore"]
+    kept = [entry for entry in listed if "gate(" not in entry]
+    return edit_quantization(copy_of(experts), ("ignore",), [*kept, "re:.*mlp.gate$"])
 
 
 def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router):
@@ -217,24 +106,11 @@ def test_launch_without_rounding_is_not_checked(arguments, int4):
     assert report.findings == []
 
 
-def test_launch_with_another_group_size_is_found(int4, monkeypatch):
-    (finding,) = found(preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=128"]), "CK709")
-    assert (finding.expected, finding.actual) == ("group_size = 128, as training rounds", "group_size = 32")
-    assert GROUP in finding.hint
-    monkeypatch.setenv(FLAG, "1")
-    monkeypatch.setenv(GROUP, "64")
-    (finding,) = found(preflight(hf_checkpoint=int4), "CK709")
-    assert finding.expected == "group_size = 64, as training rounds"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"), [("symmetric", False, True), ("num_bits", 8, 4), ("strategy", "channel", "group")]
 )
 def test_engine_with_another_scheme_is_found(key, value, expected, int4, copy_of):
-    path = copy_of(int4)
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_0"]["weights"][key] = value
-    edit_config(path, quantization_config=config)
+    path = edit_quantization(copy_of(int4), (*WEIGHTS, key), value)
     (finding,) = found(preflight(hf_checkpoint=path, arguments=[f"{FLAG}=1"]), "CK709")
     assert (finding.expected, finding.actual) == (f"{key} = {expected}, as training rounds", f"{key} = {value}")
 
@@ -271,32 +147,6 @@ def test_miles_in_mode_bridge_packs_what_is_stored_packed(mode, severities, with
 # CK302 and CK202: a `quantization_config` that contradicts the packed weights, or that readers refuse.
 
 
-@pytest.fixture
-def with_config(int4):
-    before = (int4 / "config.json").read_text()
-
-    def changed(change):
-        edit_config(int4, quantization_config=change(json.loads(before)["quantization_config"]))
-        return int4
-
-    yield changed
-    (int4 / "config.json").write_text(before)
-
-
-def set_in(*keys, value):
-    def change(content):
-        place = content
-        for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
-        return content
-
-    return change
-
-
-WEIGHTS = ("config_groups", "group_0", "weights")
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -306,8 +156,8 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
     ],
 )
-def test_quantization_config_without_packed_weights_is_an_error(value, with_config, only):
-    finding = only(verify(with_config(lambda _: value)))
+def test_quantization_config_without_packed_weights_is_an_error(value, int4, copy_of, only):
+    finding = only(verify(edit_config(copy_of(int4), quantization_config=value)))
     assert (finding.code, finding.severity) == ("CK302", "error")
     assert finding.expected == text_with("quantization_config")
 
@@ -326,9 +176,9 @@ def test_quantization_config_without_packed_weights_is_an_error(value, with_conf
         (("ignore",), ["lm_head", "re:(["]),
     ],
 )
-def test_scheme_that_readers_refuse_is_found(keys, value, with_config):
+def test_scheme_that_readers_refuse_is_found(keys, value, int4, copy_of):
     """Another method, format, width or strategy is a mutation (tests/mutations/int4.py)."""
-    report = verify(with_config(set_in(*keys, value=value)))
+    report = verify(edit_quantization(copy_of(int4), keys, value))
     said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
     assert ("CK302", text_with("quantization_config")) in said
     assert {code for code, _ in said} <= {"CK302", "CK303"}
@@ -352,8 +202,7 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(rel
     path = tmp_path / "rows"
     quantize(releases("qwen2-untied"), path, QuantScheme(None, "minmax"))
     assert verify(path).findings == []
-    content = json.loads((path / "config.json").read_text())["quantization_config"]
-    edit_config(path, quantization_config=set_in(*WEIGHTS, "actorder", value="static")(content))
+    edit_quantization(path, (*WEIGHTS, "actorder"), "static")
     assert [one.kind for one in lint(path).findings] == ["refused"]
     for reader, severity in (("vllm", "error"), ("sglang", "warning")):
         (finding,) = verify(path, readers=(reader,)).findings
@@ -361,39 +210,21 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(rel
         assert [one.severity for one in lint(path, readers=(reader,)).findings] == ["error"] * (reader == "vllm")
 
 
-def test_quantization_config_of_null_counts_as_absent(with_config, fresh):
-    assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
+def test_quantization_config_of_null_counts_as_absent(int4, copy_of, fresh):
+    path = edit_config(copy_of(int4), quantization_config=None)
+    assert {finding.code for finding in verify(path).findings} == {"CK104"}
     plain = fresh("qwen2-tied")
     edit_config(plain, quantization_config=None)
     assert verify(plain).findings == []
 
 
-def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config, alone):
-    result, found = alone("CK302", with_config(set_in(*WEIGHTS, "symmetric", value=False)))
-    assert result is not None
+def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(int4, copy_of, alone):
+    result, found = alone("CK302", edit_quantization(copy_of(int4), (*WEIGHTS, "symmetric"), False))
     assert (result.status, found) == ("skipped", [])
 
 
-def test_two_widths_are_judged_and_two_groups_for_linear_are_found(int4, releases, copy_of):
-    """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
-    path = copy_of(int4)
-    widen(path, releases("qwen2-untied"), ".down_proj")
-    report = verify(path, source=releases("qwen2-untied"))
-    assert (report.status, report.findings) == ("passed", [])
-    result = next(one for one in report.checks if one.code == "CK305")
-    assert (result.status, result.tensors_compared) == ("passed", 84)
-    assert not lint(path, readers=("vllm",)).findings
-    content = json.loads((path / "config.json").read_text())["quantization_config"]
-    one_target(content)
-    edit_config(path, quantization_config=content)
-    report = verify(path)
-    assert (report.status, {one.code for one in report.findings}) == ("failed", {"CK303"})
-    narrow = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
-    assert {str(one.tensor).split(".")[-2] for one in report.findings} == narrow
-
-
-def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config, releases):
-    path = with_config(set_in(*WEIGHTS, "type", value="float"))
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(int4, copy_of, releases):
+    path = edit_quantization(copy_of(int4), (*WEIGHTS, "type"), "float")
     found = {one.tensor for one in verify(path, source=releases("qwen2-untied")).findings if one.code == "CK202"}
     output = "model.layers.{0..11}.self_attn.o_proj.weight"
     assert found >= {output, f"{output}_packed"}
@@ -410,12 +241,15 @@ def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_conf
         (None, {"slime": "warning"}),
     ],
 )
-def test_an_ignore_list_that_readers_take_differently(ignore, readers, with_config):
-    path = with_config(lambda old: old | {"ignore": ["lm_head"] if ignore is None else [*old["ignore"], *ignore]})
+def test_an_ignore_list_that_readers_take_differently(ignore, readers, int4, copy_of):
+    listed = json.loads((int4 / "config.json").read_text())["quantization_config"]["ignore"]
+    path = edit_quantization(copy_of(int4), ("ignore",), ["lm_head"] if ignore is None else [*listed, *ignore])
     found = verify(path).findings
     assert {finding.code for finding in found} == {"CK302"}
-    assert {finding.actual.split(" would ")[0]: finding.severity for finding in found} == readers
+    assert by_reader(found) == readers
     assert all((ignore or ["embed_tokens"])[0] in finding.hint + finding.actual for finding in found)
+    linted = [one for one in lint(path).findings if one.kind in ("exposed", "disagreement")]
+    assert {reader: one.severity for one in linted for reader in one.readers} == readers
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}

@@ -1,12 +1,10 @@
 """Names that a wrapper changed: the change in one finding, whatever else is wrong in findings of its own."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from mutations.edits import INDEX, edit_config, edit_index, edit_json, names, replace, shard_of
+from mutations.edits import edit_config, edit_index, names, replace, shard_of
 from mutations.int4 import packed
 from safetensors.torch import save_file
 from support import models
@@ -17,9 +15,6 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from ckptkit.verify.checks.headers.renamed import renamed
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
-
-Change = Callable[[str], str | None]
-Renamed = Callable[..., Path]
 
 
 @pytest.fixture
@@ -80,22 +75,11 @@ def test_what_is_lost_beside_it_is_found_too(saved):
     ]
 
 
-def test_index_of_other_names_alone_is_enough(fresh):
-    """Before the shards are downloaded."""
-    path = fresh("qwen2-untied")
-    for file in path.glob("*.safetensors"):
-        file.unlink()
-    stored = {f"module.{name}": shard_of(path, name).name for name in names(path, "")}
-    edit_json(path / INDEX, lambda index: index.update(weight_map=stored))
-    assert [(one.actual, one.count) for one in of_names(path)] == [(text_with("module names"), 147)]
-
-
 def test_parts_of_a_packed_weight_stand_for_it():
     promised = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
     parts = ("weight_packed", "weight_scale", "weight_shape")
     stored = [f"module.model.layers.0.mlp.up_proj.{part}" for part in parts]
     found = renamed([*stored, "module.model.norm.weight"], promised)
-    assert found is not None
     assert set(promised) <= found.promised
     assert len(found.stored) == 4
 
@@ -109,12 +93,9 @@ KEYS = (
 )
 
 
-def lose(path, lost):
-    replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
-
-
-def of_names(path):
-    return [one for one in verify(path).findings if one.code == "CK104"]
+@pytest.fixture
+def of_names(alone):
+    return lambda path: alone("CK104", path)[1]
 
 
 def named(hint):
@@ -136,7 +117,7 @@ def named(hint):
         ("qwen2-tied", "model.layers.1.self_attn.q_b_proj.weight", {"architectures"}),
     ],
 )
-def test_tensor_that_config_does_not_promise(release, added, keys, fresh):
+def test_tensor_that_config_does_not_promise(release, added, keys, fresh, of_names):
     path = fresh(release)
     replace(path, {added: torch.ones(4, 4)})
     assert [named(one.hint) for one in of_names(path) if added in one.names] == [keys]
@@ -152,7 +133,7 @@ def test_tensor_that_config_does_not_promise(release, added, keys, fresh):
         ("qwen3_moe", r".*layers\.3\.mlp\.experts\.11\.", set()),
     ],
 )
-def test_tensor_that_is_missing(release, lost, keys, fresh):
+def test_tensor_that_is_missing(release, lost, keys, fresh, of_names):
     path = fresh(release)
     replace(path, {}, [name for name in names(path, "") if re.match(lost, name)])
     for file in set(path.glob("*.safetensors")) - {shard_of(path, name) for name in names(path, "")}:
@@ -161,7 +142,7 @@ def test_tensor_that_is_missing(release, lost, keys, fresh):
 
 
 @pytest.mark.parametrize("head", ["score.weight", "v_head.weight"])
-def test_output_layer_that_another_head_replaces_names_architectures(head, fresh):
+def test_output_layer_that_another_head_replaces_names_architectures(head, fresh, of_names):
     path = fresh("qwen2-untied")
     replace(path, {head: torch.ones(4, 4)}, ["lm_head.weight"])
     found = {one.tensor: one.hint for one in of_names(path)}
@@ -170,7 +151,7 @@ def test_output_layer_that_another_head_replaces_names_architectures(head, fresh
     assert head in found["lm_head.weight"]
 
 
-def test_name_that_only_the_index_has(fresh):
+def test_name_that_only_the_index_has(fresh, of_names):
     path = fresh("qwen2-tied")
     edit_index(path, lambda weight_map: weight_map.update({"v_head.weight": weight_map["model.norm.weight"]}))
     (found,) = of_names(path)
@@ -215,7 +196,7 @@ def in_int4(path, spared="\0"):
 
 
 @pytest.mark.parametrize("spared", daily(["\0", "model.layers.3."], ["model.layers.3."]))
-def test_keys_that_are_used_as_values_are_no_lost_values(spared, gemma4, copy_of):
+def test_keys_that_are_used_as_values_are_no_lost_values(spared, gemma4, copy_of, of_names):
     """Also where all is packed, or all but one layer; what one layer lost is named."""
     full = [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in range(EACH - 1, LAYERS, EACH)]
     assert models.tensors(gemma4).keys().isdisjoint(full)
@@ -227,7 +208,7 @@ def test_keys_that_are_used_as_values_are_no_lost_values(spared, gemma4, copy_of
     assert [one.tensor for one in of_names(path)] == ["layers.7.mlp.up_proj.weight"]
 
 
-def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path):
+def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path, of_names):
     """As the E2B that transformers saves: no k_proj, v_proj and k_norm in the last layers."""
     path = save_gemma4(tmp_path / "release", keys_as_values=False, sharing=4)
     stored = models.tensors(path)

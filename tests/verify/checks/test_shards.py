@@ -173,20 +173,6 @@ def test_sglang_takes_the_shards_and_without_an_index_every_file(both, tmp_path,
     assert finding.hint == text_with(KEEP)
 
 
-def test_shards_under_other_names_are_one_finding_of_each_check(fresh):
-    path = fresh("qwen2-tied")
-    shards = sorted(path.glob("model-*.safetensors"))
-    for shard in shards:
-        shard.rename(path / shard.name.replace("model", "weights"))
-    first, more = shards[0].name, len(shards) - 1
-    other = first.replace("model", "weights")
-    found = {one.code: one for one in verify(path).findings}
-    assert len(verify(path).findings) == len(found) == 3
-    assert found["CK102"].actual == f"{first} and {more} more: missing"
-    assert found["CK104"].actual == text_with(f"{other} {more}")
-    assert found["CK108"].hint == text_with(f"{other} {first} {more}")
-
-
 @pytest.mark.parametrize("lone", [False, True])
 def test_tensor_in_two_shards(lone, fresh):
     """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
@@ -203,14 +189,3 @@ def test_tensor_in_two_shards(lone, fresh):
     assert f"; the index names {home.name}; last modified: {other.name} (" in found.actual
     assert found.hint.startswith(f"move {other.name} elsewhere" if lone else f"write {other.name} again")
     assert found.hint == text_with(KEEP)
-
-
-def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh):
-    path = fresh("qwen2-tied")
-    pairs = {file: path / f"copy-{file.name}" for file in sorted(path.glob("*.safetensors"))[:2]}
-    for file, copy in pairs.items():
-        shutil.copyfile(file, copy)
-    copies = {copy.stem: copy.name for copy in pairs.values()}
-    edits.edit_index(path, lambda weight_map: weight_map.update(copies))
-    found = [one for one in verify(path).findings if one.expected == text_with("each tensor one shard")]
-    assert {one.names for one in found} == {frozenset(load_file(file)) for file in pairs}

@@ -51,9 +51,6 @@ def test_side_files_that_agree_are_silent(code, compared, hf, passes):
     passes(code, hf, compared)
 
 
-# CK706
-
-
 def test_ranks_of_tiktoken_are_token_ids(fresh, alone):
     path = fresh("qwen2-tied")
     file = path / "tiktoken.model"
@@ -97,9 +94,6 @@ def test_a_token_id_beyond_the_embedding_and_a_file_that_cannot_be_read_are_foun
     assert finding.actual == text_with(actual)
     if actual == BEYOND:
         assert (finding.expected, finding.file) == (text_with("352 rows"), str(hf / file))
-
-
-# CK707
 
 
 @pytest.mark.parametrize(
@@ -184,9 +178,6 @@ def test_files_that_are_silent_leave_a_token_to_others(hf, alone):
     assert (finding.severity, finding.actual) == ("warning", "7")
 
 
-# CK708
-
-
 @pytest.fixture
 def pair(hf, tmp_path):
     source = tmp_path / "source"
@@ -201,7 +192,6 @@ def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(pair, m
     late = Answer[templates.RenderedTemplates]({}, {0: ExitReport("rendering", "no answer within 60 s")})
     monkeypatch.setattr(templates, "ask", lambda *_: late)
     result, found = alone("CK708", here, source_path=source)
-    assert result is not None
     assert (result.status, found) == ("skipped", [])
 
 
@@ -223,20 +213,6 @@ def test_a_template_where_tokenizers_do_not_look_is_lost(file, processor, pair, 
     assert alone("CK708", here, source_path=source)[1] == []
 
 
-@pytest.mark.parametrize(
-    "file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"]
-)
-def test_the_file_of_a_template_is_named(file, pair, alone):
-    """chat_template.json is what processors of multimodal models write."""
-    here, source = pair
-    (source / file).parent.mkdir(exist_ok=True)
-    (source / file).write_text('{"chat_template": "{{ own }}"}')
-    found = alone("CK708", here, source_path=source)[1]
-    assert [finding.actual == "missing" for finding in found] == ["tool_use" in file]
-    # What is there in another place is another one in that place.
-    assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
-
-
 def test_a_tokenizer_that_only_one_side_has(pair, alone):
     """The template of the source is in another of its files, and lost with it."""
     here, source = pair
@@ -256,15 +232,11 @@ GENERATION, TOKENIZER, SIZE = (
     "tokenizer_config.json",
     {"preprocessor_config.json": {"size": 2}},
 )
-HARMLESS = END | {"min_length": 0, "do_sample": False, "temperature": None, "top_k": 50}
 COMPARED = {
     # Files of the checkpoint, files of its source, and what is found. transformers v5 writes a template of its own.
     "template in another file": ({TOKENIZER: TOKENS, OWN: "{{ messages }}"}, {}, []),
-    "another template": ({TOKENIZER: TOKENS, OWN: "{{ messages }} more"}, {}, [("error", OWN)]),
     "template of no processor": ({}, {"chat_template.json": TEMPLATE}, []),
     "template of a processor": (SIZE, {**SIZE, "chat_template.json": TEMPLATE}, [("error", TOKENIZER)]),
-    "defaults": ({GENERATION: HARMLESS}, {GENERATION: END}, []),
-    "temperature": ({GENERATION: END | {"temperature": 0}}, {GENERATION: END}, [("error", GENERATION)]),
     "top_p": ({GENERATION: END | {"top_p": 0.0}}, {GENERATION: END}, [("error", GENERATION)]),
     "cache": ({GENERATION: END | {"use_cache": False}}, {GENERATION: END}, [("warning", GENERATION)]),
     "file that a tokenizer reads": ({NORMALIZER: '{ "a":"b" }'}, {NORMALIZER: {"a": "b"}}, []),
@@ -282,9 +254,6 @@ def test_files_are_compared_with_those_of_the_source(what, pair, alone):
     here, source = pair
     found = alone("CK708", here, source_path=source)[1]
     assert [(one.severity, Path(one.file or "").name) for one in found] == expected
-
-
-# CK732
 
 
 @pytest.fixture
@@ -315,9 +284,6 @@ def test_the_class_of_a_tokenizer_takes_its_file(name, asked, severities, own_cl
     if found:
         (finding,) = alone("CK732", own_class, source_path=own_class, against=frozenset(asked))[1]
         assert finding.severity == "warning"
-
-
-# CK720
 
 
 def test_no_tokenizer_is_a_warning_and_an_error_beside_a_source_that_has_one(releases, fresh, converted, alone):

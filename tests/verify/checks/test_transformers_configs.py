@@ -2,13 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from mutations.edits import edit_config, replace
+from mutations.edits import edit_config, edit_quantization, replace
 from support.nightly import daily
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,11 +23,8 @@ from ckptkit.verify.run import verify
 GROUP = ("config_groups", "group_0")
 WEIGHTS = (*GROUP, "weights")
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-MISSING = object()
 ONLINE = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input", "inverse": False}]}}
 IN_WEIGHTS = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
-Change = tuple[tuple[str, ...], Any]
-Answered = Callable[..., float]
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +64,6 @@ def answered(int4):
     logging.set_verbosity(level)
 
 
-def changed(path, *changes):
-    content = json.loads((path / "config.json").read_text())["quantization_config"]
-    for (*parents, key), value in changes:
-        place = content
-        for parent in parents:
-            place = place[parent]
-        place.pop(key, None)
-        place.update({} if value is MISSING else {key: value})
-    edit_config(path, quantization_config=content)
-    return path
-
-
 def scales(names, layers=(0, 1)):
     return {
         f"model.layers.{layer}.self_attn.{name}": torch.full(shape, 0.05, dtype=torch.bfloat16)
@@ -91,7 +74,7 @@ def scales(names, layers=(0, 1)):
 
 STATUS = {  # what compressed-tensors does not decompress
     "frozen": (("quantization_status",), "frozen"),
-    "no status": (("quantization_status",), MISSING),
+    "no status": (("quantization_status",), ...),
     "null status": (("quantization_status",), None),
     "status in capitals": (("quantization_status",), "COMPRESSED"),
     "group in dense": ((*GROUP, "format"), "dense"),
@@ -118,7 +101,7 @@ MISREAD = STATUS | {
 
 @pytest.mark.parametrize("what", MISREAD)
 def test_what_transformers_answers_otherwise_is_an_error(what, int4, copy_of, answered):
-    path = changed(copy_of(int4), MISREAD[what])
+    path = edit_quantization(copy_of(int4), *MISREAD[what])
     assert answered(path) > 0.5
     report = verify(path)
     assert report.status == "failed"
@@ -133,9 +116,9 @@ def test_what_transformers_answers_otherwise_is_an_error(what, int4, copy_of, an
 
 
 SAME = {
-    "group without a format": ((*GROUP, "format"), MISSING),
-    "no type": ((*WEIGHTS, "type"), MISSING),
-    "symmetric by default": ((*WEIGHTS, "symmetric"), MISSING),
+    "group without a format": ((*GROUP, "format"), ...),
+    "no type": ((*WEIGHTS, "type"), ...),
+    "symmetric by default": ((*WEIGHTS, "symmetric"), ...),
     "order of GPTQ": ((*WEIGHTS, "actorder"), "static"),
     "float32 scales": ((*WEIGHTS, "scale_dtype"), "torch.float32"),
     "no transforms": (("transform_config",), {}),
@@ -147,7 +130,7 @@ SAME = {
 
 @pytest.mark.parametrize("what", SAME)
 def test_what_transformers_answers_alike_has_no_finding(what, int4, copy_of, answered):
-    path = changed(copy_of(int4), SAME[what])
+    path = edit_quantization(copy_of(int4), *SAME[what])
     assert answered(path) == 0
     report = verify(path)
     assert (report.status, [str(one) for one in report.findings]) == ("passed", [])
@@ -166,7 +149,7 @@ def test_what_transformers_answers_alike_has_no_finding(what, int4, copy_of, ans
 )
 def test_parts_of_a_config_that_readers_leave_out_are_named(key, value, said, int4, copy_of, answered):
     """transformers answers as without them, so a model that needs them is answered wrongly."""
-    path = changed(copy_of(int4), ((key,), value))
+    path = edit_quantization(copy_of(int4), (key,), value)
     assert answered(path) == 0
     (found,) = verify(path).findings
     assert (found.code, found.severity) == ("CK302", "error")
@@ -200,7 +183,7 @@ STORED = {  # scheme, tensors, and whether it is sound
 @pytest.mark.parametrize("what", STORED)
 def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(what, int4, copy_of, answered, alone):
     scheme, tensors, sound = STORED[what]
-    path = changed(copy_of(int4), (("kv_cache_scheme",), scheme))
+    path = edit_quantization(copy_of(int4), ("kv_cache_scheme",), scheme)
     replace(path, tensors)
     if sound:
         assert answered(path) < 0.5  # a cache of 8 bits rounds
@@ -259,7 +242,7 @@ FLOATS_MISREAD = {
 @pytest.mark.parametrize("what", [*FLOATS_MISREAD, "a group without weights"])
 def test_floats_that_transformers_answers_otherwise_are_an_error(what, in_floats, copy_of, answered):
     path = copy_of(in_floats)
-    path = changed(path, FLOATS_MISREAD[what]) if what in FLOATS_MISREAD else group_first(path, FIRST)
+    path = edit_quantization(path, *FLOATS_MISREAD[what]) if what in FLOATS_MISREAD else group_first(path, FIRST)
     assert answered(path, in_floats) > 0.5
     for readers in (None, ("transformers",), ("vllm",)):
         report = verify(path, readers=readers)
@@ -278,7 +261,7 @@ def test_floats_that_are_sound_have_no_finding(target, in_floats, copy_of):
 def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(key, in_floats, int4, copy_of):
     place = (key,) if key == "kv_cache_scheme" else (*GROUP, key)
     for start in (in_floats, int4) if key == "kv_cache_scheme" else (in_floats,):
-        (found,) = verify(changed(copy_of(start), (place, INT4_TOKENS))).findings
+        (found,) = verify(edit_quantization(copy_of(start), place, INT4_TOKENS)).findings
         assert (found.code, found.severity) == ("CK302", "warning")
         assert f"{key} has integers of 4 bits" in found.actual
 

@@ -57,5 +57,7 @@ def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted, copy
     shutil.rmtree(path / "hf")
     report = verify(path)
     assert (report.status, report.findings) == ("inconclusive", [])
+    skipped = {check.code for check in report.checks if check.status == "skipped"}
+    assert skipped == {"CK101", "CK105", "CK209", "CK701"}
     assert all(reason.endswith("name the HF directory with --hf") for reason in report.reasons)
     assert verify(path, hf=converted("qwen2-tied") / "hf").status == "passed"

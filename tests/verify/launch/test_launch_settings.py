@@ -10,7 +10,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.job import Launch
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.files import compose
-from ckptkit.verify.launch.settings.overrides import apply_overrides
 from ckptkit.verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
 from ckptkit.verify.launch.stacks.which import read_job
 from ckptkit.verify.launch.words import LaunchText, Word
@@ -26,7 +25,6 @@ node: ${base}
 
 def config(text=TEXT):
     tree = parse_yaml(text, Path("job.yaml"))
-    assert isinstance(tree, dict)
     return Config(tree, {"NAME": "x"})
 
 
@@ -70,16 +68,6 @@ def test_what_cannot_be_resolved_says_why(value, why):
     with pytest.raises(UnresolvedError) as raised:
         config(f'a: 1\nm: {{n: 1}}\nv: "{value}"\n').find("v")
     assert str(raised.value) == text_with(why)
-
-
-def test_overrides_set_add_and_delete_keys():
-    tree, groups = apply_overrides(
-        {"a": {"b": Word("1"), "c": Word("2")}},
-        [Word(text) for text in ("a.b=3", "+d.e={x:1,y:z}", "~a.c", "++f=null", "g='q=r'", "actor@a.b=megatron", "-x")],
-    )
-    expected = {"a.b": "3", "d.e.x": "1", "d.e.y": "z", "f": "null", "g": "q=r"}
-    assert {key: word.text for key, word in flat_settings(tree)} == expected
-    assert [word.text for word in groups] == ["actor@a.b=megatron"]
 
 
 ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(

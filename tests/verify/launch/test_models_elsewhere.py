@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from mutations.edits import edit_config, edit_json
+from mutations.edits import edit_config
 from support.fake_hub import download
 from support.messages import text_with
 
@@ -71,13 +71,6 @@ def test_right_launch_of_an_unknown_model_is_inconclusive(stack, unknown, releas
     assert not [line for line in report["facts"]["what would be loaded"] if "cannot start" in line]
     sound = preflight(script=write(tmp_path, stack, releases(NAME)))
     assert (sound.status, sound.findings, sound.reasons) == ("passed", [], [])
-
-
-def test_a_config_without_a_model_type_is_still_a_finding(releases, copy_of):
-    path = copy_of(releases(NAME))
-    edit_json(path / "config.json", lambda config: config.pop("model_type"))
-    report = preflight(hf_checkpoint=path)
-    assert (report.status, "CK101" in [finding.code for finding in report.findings]) == ("failed", True)
 
 
 def in_cache(cache, release):

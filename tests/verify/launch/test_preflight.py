@@ -73,13 +73,6 @@ def test_a_step_of_a_run_that_is_not_there_is_no_first_start(is_there, converted
     assert finding.actual == ("an empty directory" if is_there else "no such directory")
 
 
-@pytest.mark.parametrize("words", [["--ref-ckpt-step", "10"], ["--ckpt-step", "10"]])
-def test_a_step_that_the_first_start_takes_from_the_reference_is_right(words, run_of, tmp_path):
-    """Where --load is empty, slime takes --ref-load, and of it the iteration of --ckpt-step or --ref-ckpt-step."""
-    report = preflight(load=tmp_path / "save", ref_load=run_of, arguments=words)
-    assert report.findings == []
-
-
 def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(converted, tmp_path, only):
     report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
     assert (report.status, report.findings) == ("passed", [])
@@ -87,15 +80,6 @@ def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(conve
     report = preflight(load=tmp_path / "save")  # nothing to fall back to
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
-
-
-def test_a_run_whose_tracker_is_missing(run_of, converted, only):
-    (run_of / TRACKER).unlink()
-    report = preflight(load=run_of, ref_load=converted(NAME))
-    finding = only(report)
-    assert (finding.code, finding.severity) == ("CK711", "error")
-    assert "iter_0000010, iter_0000020 but no tracker" in finding.actual
-    assert str(converted(NAME) / "release") in loads(report)[0]
 
 
 def test_an_iteration_instead_of_its_parent(run_of, converted, only):
@@ -124,16 +108,6 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of, only):
     assert only(report).code == "CK712"
     said = f"--ref-load {path} tracker Megatron"
     assert loads(report) == [text_with(f"actor RANDOM --load {said}"), text_with(f"reference RANDOM {said}")]
-
-
-@pytest.mark.parametrize("made", [True, False])
-def test_an_empty_reference_stops_the_trainers(made, tmp_path, only):
-    path = tmp_path / "save"
-    if made:
-        path.mkdir()
-    report = preflight(ref_load=path)
-    assert only(report).code == "CK712"
-    assert loads(report)[1] == text_with(f"reference cannot start --ref-load {path} tracker slime miles")
 
 
 def test_a_step_beside_a_release_in_load_is_a_warning(converted, run_of, only):
@@ -168,21 +142,6 @@ def test_a_wrong_path_is_one_finding(releases, converted, only):
     assert len(folded) > 15
     assert "CK701: expected moe_router_score_function = softmax, found moe_router_score_function = sigmoid" in folded
     assert any(line.startswith("CK104: decoder.layers.{0..11}.self_attention.linear_qkv.bias: ") for line in folded)
-
-
-def test_a_step_counts_for_the_reference_too(run_of, converted, tmp_path):
-    other = shutil.copytree(run_of, tmp_path / "other")
-    shutil.rmtree(other / "iter_0000010")
-    report = preflight(load=run_of, ref_load=other, ckpt_step=10)
-    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
-    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is missing"
-
-
-def test_a_directory_of_the_other_format(releases, converted, only):
-    report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
-    assert report.findings == []
-    assert loads(report)[0] == text_with(f"{releases(NAME)} HF --load config.json")
-    assert only(preflight(hf_checkpoint=converted(NAME))).code == "CK714"
 
 
 def test_broken_files_are_found_on_every_side(releases, converted, copy_of, run_of):

@@ -78,7 +78,6 @@ def test_experts_around_a_wrong_one_are_called_equal_only_where_they_are():
     rounded = {"tensors": 4, "max_error": None, "max_steps": 0.5, "failed": 0, "findings": [], "experts": 4}
     wrong = rounded | {"failed": 1, "failed_experts": "2"}
     found = layer_map({str(layer): {"experts.up_proj": wrong if layer == 1 else rounded} for layer in range(3)}, {})
-    assert found.experts is not None
     assert [(area.style, area.path) for area in found.experts.areas] == [
         ("near", "M0 0v4h1v-4zM1 0v4h1v-4zM2 0v4h1v-4z"),
         ("failed", "M1 2v1h1v-1z"),

@@ -65,12 +65,6 @@ def report_of(*runs):
     )
 
 
-def test_a_check_that_compared_nothing_fails():
-    outcome = run_checks(Subject(Path("x")), [Check("CK999", "t", "r", "f", check(nbytes=0), "headers")])
-    assert [result.status for result in outcome.checks] == ["failed"]
-    assert [finding.code for finding in outcome.findings] == ["CK999"]
-
-
 def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest():
     failing = check(Finding("CK102", "a", "b", "c"))
     checks = [

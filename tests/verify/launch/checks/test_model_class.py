@@ -3,9 +3,6 @@
 import shlex
 
 import pytest
-import torch
-from families import CASES
-from families.case import save
 from support.messages import text_with
 
 from ckptkit.app.api import convert
@@ -76,11 +73,10 @@ def test_stages_share_the_layers_of_hybridmodel_or_are_the_marks_in_its_pattern(
     assert all(found in one.expected for one in report.findings)
 
 
-def test_tied_embeddings_with_mtp_over_several_stages_are_found(tmp_path, only):
-    save("mimo-tied-two-layers", CASES["mimo-tied-two-layers"], tmp_path / "hf", torch.bfloat16)
-    convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")
-    assert not launched(tmp_path / "hf", tmp_path / "hybrid", "hybrid").findings
-    two = ["--pipeline-model-parallel-size", "2"]
-    finding = only(launched(tmp_path / "hf", tmp_path / "hybrid", "hybrid", *two))
+def test_tied_embeddings_with_mtp_over_several_stages_are_found(releases, tmp_path, only):
+    hf, two = releases("mimo-tied-two-layers"), ["--pipeline-model-parallel-size", "2"]
+    convert(hf, tmp_path / "hybrid", dialect="hybrid")
+    assert not launched(hf, tmp_path / "hybrid", "hybrid").findings
+    finding = only(launched(hf, tmp_path / "hybrid", "hybrid", *two))
     assert finding.code == "CK748"
     assert finding.actual == text_with("tied")

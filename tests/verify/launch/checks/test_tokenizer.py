@@ -153,10 +153,9 @@ STOPS = "--rollout-stop-token-ids"
 @pytest.fixture
 def engine(releases, tmp_path):
     root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
-    words = {f"w{number}": number for number in range(300)}
-    (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
-    (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3"}))
-    (root / "chat_template.jinja").write_text("{{ messages }}")
+    write(root, "tokenizer.json", {"model": model(WORDS, [])})
+    write(root, "tokenizer_config.json", {"eos_token": "w3"})
+    write(root, "chat_template.jinja", "{{ messages }}")
     return root
 
 

@@ -50,17 +50,6 @@ def test_a_first_run_converts_the_model_and_passes(base, hf):
     ]
 
 
-def test_a_checkpoint_of_megatron_with_sizes_passes(base, hf, converted):
-    sizes = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, expert_model_parallel_size: 4}"
-    checkpoint = f"pretrained_checkpoint: {{path: {converted(NAME)}, format: megatron_lm}}"
-    report = preflight(script=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
-    assert passes(report)
-    path = converted(NAME) / "release"
-    why = "release (by the tracker) of policy.pretrained_checkpoint.path"
-    assert loads(report)[:2] == [f"{role} loads {path} (Megatron): {why}" for role in ("actor", "reference")]
-    assert {"CK701", "CK703", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
-
-
 def test_a_converted_copy_is_loaded_instead_of_the_model(base, releases, converted, only):
     own = Path(shutil.copytree(releases(NAME), base.parent / "model"))
     copy = base.parent / "copies" / f"model_{str(own).replace('/', '_')}" / "iter_0000000"

@@ -61,22 +61,6 @@ def test_a_critic_is_loaded_for_gae_and_fsdp_through_no_bridge(hf, releases):
     assert not [line for line in loads(report) if "bridge" in line]
 
 
-def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf, torch_dist):
-    megatron = f"{ACTOR}.megatron"
-    sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "expert_model_parallel_size=4"]
-    given = [*dist("actor", torch_dist), *dist("ref", torch_dist), *(f"{megatron}.{size}" for size in sizes)]
-    given += ["algorithm.use_kl_in_reward=true", f"+{megatron}.expert_tensor_parallel_size=1", "trainer.nnodes=2"]
-    report = preflight(arguments=words(hf, *given, NEW))
-    assert passes(report)
-    why = "Megatron verl actor_rollout_ref.{}.megatron.dist_checkpointing_path"
-    assert loads(report)[:2] == [
-        text_with(f"actor {torch_dist} {why.format('actor')} trainer.resume_mode disable"),
-        text_with(f"reference {torch_dist} {why.format('ref')}"),
-    ]
-    ran = {one.code for one in report.checks if one.status == "passed"}
-    assert {"CK701", "CK703", "CK711", "CK714", "CK717", "CK722"} <= ran
-
-
 def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf, torch_dist, tmp_path):
     actor = tmp_path / "run" / "global_step_40" / "actor"
     shutil.copytree(torch_dist, actor / "model" / "dist_ckpt")

@@ -97,7 +97,6 @@ def test_file_of_roll_stands_beside_its_program(tmp_path, only, releases):
     ("text", "before", "after", "code"),
     [
         (SFT, "", "", ""),
-        (SFT, "0,8", "0,6", "CK722"),
         (DISTILL, "", "", ""),
         (DISTILL, "[8,9,10,11]", "[8,9,10]", "CK722"),
         (DISTILL, "teacher_pretrain: HF", "teacher_pretrain: /nosuch", "CK714"),
