@@ -69,8 +69,6 @@ class Server:
             "fault": fault
             and [fault.call, fault.pattern, fault.action, int(fault.value), fault.first, min(fault.times, 1 << 30)],
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code, met = json.loads(self._process.stdout.readline())
@@ -86,5 +84,4 @@ def server(folder):
     command = [sys.executable, "-W", "ignore", "-m", "faults.server", str(shim)]
     with subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Server(process, folder)
-        assert process.stdin is not None
         process.stdin.close()

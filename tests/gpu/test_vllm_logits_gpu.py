@@ -6,7 +6,6 @@ its steps after loading, and these log-probabilities show that they are what its
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from support.nightly import collected
 from support.processes import ckptkit
 from support.vllm_cpu_families import write_code
 from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
-from support.vllm_logits import Answer, Asked, answers
+from support.vllm_logits import Asked, answers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -88,8 +87,6 @@ ASKED = {
 }
 PLAIN = [label for label in CLEAN if label.endswith("BF16")]
 PACKED = [label for label in CLEAN if label not in PLAIN]
-Row = tuple[Answer, Tensor, Tensor]
-Value = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mutations.edits import INDEX, edit_config, edit_header, edit_index, edit_json, shard_of, tensor, write_index
-
-FileChange = Callable[[Path], object]
 
 
 def weight_map(path):

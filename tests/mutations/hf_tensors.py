@@ -1,16 +1,12 @@
 """Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
 
 import re
-from collections.abc import Callable
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mutations.edits import INDEX, names, rename, replace, shard_of, tensor, write_index
 from mutations.hf_files import weight_map
-
-Change = Callable[[Tensor], Tensor]
 
 # Changes of one tensor. Where `valued` or `stored` applies them, shape and dtype stay as they were.
 

@@ -89,9 +89,6 @@ def said(finding):
     return " ".join((*where, finding.expected, finding.actual))
 
 
-Run = tuple[Mutation, str]
-
-
 def run(mutation, label, starts, work):
     """Why `verify` does not find it as it should in a copy that is broken and removed; None where it does."""
     start = starts.path(label)

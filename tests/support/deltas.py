@@ -8,19 +8,16 @@ slime/utils/disk_delta.py. miles 31f1ca96 and vime 03a8e1bf have the same functi
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
 
 import torch
 import xxhash
 import zstandard
 from blake3 import blake3
 from safetensors.torch import save_file
-from torch import Tensor
 
 from support.models import tensors
 
 INDEX = "model.safetensors.index.json"
-State = Mapping[str, Tensor]
 
 
 def version_at(root, number):

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
-    PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -55,7 +53,6 @@ MLA = {
 _SMALLER = {"vocab_size": 320, "num_hidden_layers": 5, "head_dim": 64, "max_position_embeddings": 256}
 FOR_MARLIN = {**SIZES, **EXPERTS, **_SMALLER}
 del FOR_MARLIN["tie_word_embeddings"]
-Model = tuple[str, Callable[[], PretrainedConfig]]
 
 
 def for_marlin(experts, **more):

@@ -21,7 +21,6 @@ from support.forking import ran
 from support.processes import fork_ranks
 
 LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel size of two ranks
-Found = dict[str, dict[str, list[dict[str, str]]]]
 
 
 def run(hf, megatron, out):

@@ -7,12 +7,10 @@ Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.
 
 import json
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -22,8 +20,6 @@ from ckptkit.verify.evidence.extremes import as_integers
 from ckptkit.verify.witnesses.loading.bits import poison
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_weight
 from support.forking import ran
-
-State = Mapping[str, Tensor]
 
 
 def state(model):
@@ -76,13 +72,7 @@ def message(call):
     return ""
 
 
-def examine(
-    order,
-    report,
-    model,
-    weights,
-    device,
-):
+def examine(order, report, model, weights, device):
     """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
     poison(parameter for _, parameter in model.named_parameters())
     model.load_weights(weights)

@@ -1,7 +1,5 @@
 """Servers that tests read from and write to: moto's S3 in a process of its own, and proxies that break it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -6,7 +6,6 @@ compute. Ours is only the memory for keys and values, and experts are told to ta
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,6 @@ from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog, describe_error
 from ckptkit.verify.witnesses.sglang.adapter import build
 from support.forking import ran
-
-Weights = Iterator[tuple[str, Tensor]]
 
 
 def run(models, out, log):

@@ -9,11 +9,9 @@ import json
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import MixtralConfig
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB = 6, 256, 8, 4, 32, 192, 4, 320
-Tensors = dict[str, Tensor]
 
 
 def _sizes(count, spread, generator):

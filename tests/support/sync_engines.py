@@ -3,11 +3,8 @@
 How Qwen3-MoE is fused and cut is written out here by hand, one rank after another, and shares nothing with ckptkit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +14,6 @@ from torch import Tensor
 from support.remote_servers import SilentHandler, serving
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, INTER, VOCAB = 3, 8, 4, 2, 4, 4, 8, 100
-Answer = Callable[[str, Mapping[str, Any]], tuple[int, Mapping[str, Any]]]
 
 
 def digest(tensor):

@@ -5,7 +5,7 @@ A run is a list of `Update`s: two sound ones, then each fault that touches the m
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -18,7 +18,6 @@ from support import models
 LAYER, NEXT = 3, 4
 SLEEP = "sleep level 2"  # the step that loses weights without an update
 Pair = tuple[str, Tensor]
-Weights = Mapping[str, Tensor]
 # What becomes of a tensor on its way; None: it is dropped.
 Change = Callable[[str, Tensor], Pair | None]
 
@@ -157,16 +156,12 @@ def tensors_of(path):
     return {name: one.to(device) for name, one in models.tensors(path).items()}
 
 
-Deliver = Callable[[Weights, int], None]
-
-
 def outcome(check, version=None):
     """What the check says of the update that just ended."""
     try:
         result = check.after_update(version)
     except CkptkitError as error:
         return {"raised": error.message, "details": list(error.details)}
-    assert result is not None
     return {"raised": "", **asdict(result)}
 
 

@@ -11,10 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -27,7 +25,6 @@ from support.sync_faults import SLEEP, checked, lost, outcome, tensors_of, weigh
 
 BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 INT4 = "int4"  # its experts are repacked, and opened again for each update
-Steps = Iterator[tuple[str, Any]]
 
 
 def run(root, tp):

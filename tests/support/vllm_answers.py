@@ -7,17 +7,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 from ckptkit.verify.witnesses.process.interpreter import python_of
 from support.processes import run_logged
 
-# A layer's name in the release, the layer, and its model's config of quantization.
-Asked = Mapping[str, tuple[Any, Any]]
 PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 

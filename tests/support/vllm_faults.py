@@ -4,16 +4,12 @@ Each is a name of ALTER. A fault of a step replaces a function of vLLM until `re
 """
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from unittest.mock import patch
 
 import torch
 
-from support.sglang_runs import Weights
-
-Alter = Callable[[Weights], Weights]
 EXPERT = "model.layers.2.mlp.experts.3."
 LINEAR = "model.layers.2.self_attn.o_proj."
 ROUTER = "model.layers.2.mlp.gate.weight"

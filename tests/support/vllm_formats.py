@@ -14,11 +14,7 @@ from support import engine_models
 from support.engine_models import model_of
 from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, write
 
-SIZES = engine_models.SIZES | {
-    "vocab_size": 512,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 256,
-}
+SIZES = engine_models.SIZES | {"vocab_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 256}
 EXPERTS = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 # Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}

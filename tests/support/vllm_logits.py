@@ -45,15 +45,7 @@ class Asked:
     length: int = 16
 
 
-def answers(
-    models,
-    root,
-    dtype,
-    *,
-    program=sys.executable,
-    gpu=False,
-    asked=MappingProxyType({}),
-):
+def answers(models, root, dtype, *, program=sys.executable, gpu=False, asked=MappingProxyType({})):
     """What vLLM computes of each model. After a crash a new process goes on with the next."""
     outs = {name: root / f"{number}" for number, name in enumerate(models)}
     hows = {name: asked.get(name, Asked()) for name in models}

@@ -61,18 +61,7 @@ def product(a, b_q, b_type, b_group_zeros, b_group_scales, b_group_size):
     return (a.float() @ weight).to(a.dtype)
 
 
-def marlin_product(
-    a,
-    c,
-    b_q_weight,
-    b_bias,
-    b_scales,
-    a_scales,
-    global_scale,
-    b_zeros,
-    *rest,
-    **sizes,
-):
+def marlin_product(a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, *rest, **sizes):
     """`marlin_gemm`: what vLLM's references for tests have put in order is put back."""
     from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm

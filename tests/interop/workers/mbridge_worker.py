@@ -3,8 +3,6 @@
 The job file is a list of {"hf": DIR, "imported": DIR to make, "megatron": DIR, "exported": DIR to make}.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Workers run in the environment of another tool and import nothing of ckptkit's.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -4,8 +4,6 @@ With a job file as the only argument it saves: a list of {"backend": "megatron" 
 "actor": DIR to make}. All other arguments are the merger's own.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ require_megatron()
 
 MEGATRON = frozenset({"megatron"})
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
-Made = Callable[[str], Path]
 HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(CASES[name]))))]
 # One layout a model, and all models together have all of them.
 LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(CASES[name])).experts > 0)[0] for name in HELD}

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import dims_of
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron import run as megatron_run
@@ -77,9 +76,6 @@ def judged(subject, failures=None):
 
 def moved(by):
     return [replace(ANSWER, tokens=[token + by for token in ANSWER.tokens])]
-
-
-Verdict = Callable[..., Outcome]
 
 
 @pytest.fixture

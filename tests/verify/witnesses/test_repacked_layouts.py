@@ -1,7 +1,6 @@
 """Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,6 @@ from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.sglang import adapter
 
 BLOCK = (16, 16)
-Change = Callable[[nn.Module], None]
 PAIR = [("weight", "weight_scale_inv")]
 
 
@@ -203,13 +201,9 @@ def test_layouts_that_judge_nothing():
 
 def test_sglang_fp8_layers_are_compared_by_value_where_their_blocks_are_known():
     layer = in_fp8()
-    found = adapter.layout(layer)
-    assert found is not None
-    assert found(layer)[0] == ()
+    assert adapter.layout(layer)(layer)[0] == ()
     layer.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))
-    found = adapter.layout(layer)
-    assert found is not None
-    _, compare = found(layer)
+    _, compare = adapter.layout(layer)(layer)
     power_of_two(layer)
     assert compare().differences == {}
     lost_code(layer)

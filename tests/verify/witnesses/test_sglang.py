@@ -1,7 +1,6 @@
 """Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
 
 import re
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -241,7 +239,6 @@ def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases, tmp_p
 
 
 # A release that ckptkit was not tested with: it runs, says so, and is never the checkpoint's fault.
-Verified = Callable[..., Report]
 GET_SCHEME = (
     "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
     ":CompressedTensorsConfig._get_scheme_from_parts"

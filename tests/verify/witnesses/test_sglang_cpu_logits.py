@@ -12,8 +12,6 @@ from support.nightly import collected, daily
 from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, SIZES
 from torch import Tensor
 
-# SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
-Answer = tuple[Tensor | str, Tensor, Tensor]
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 

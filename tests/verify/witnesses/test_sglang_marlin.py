@@ -29,10 +29,7 @@ NEEDED = (
 
 def functions(file, **known):
     """The NEEDED functions of a file of SGLang, without importing it, which needs CUDA. `known`: what they call."""
-    spec = find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin).parent / file
+    path = Path(find_spec("sglang").origin).parent / file
     if not path.exists():
         pytest.skip(f"this installation of SGLang comes without {file}")
     tree = ast.parse(path.read_text())
@@ -161,9 +158,7 @@ def test_a_repacked_linear_layer():
 def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_for_marlins():
     """SGLang sorts columns by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
-    found = layout(module)
-    assert found is not None
-    assert found(module)[0]
+    assert layout(module)(module)[0]
     module.scheme.actorder = "group"
     assert unknown_of(module) == text_with("CompressedTensorsWNA16MoE")
     module.scheme = nn.Identity()
@@ -172,6 +167,4 @@ def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_fo
 
 
 def unknown_of(module):
-    found = layout(module)
-    assert found is not None
-    return found(module)[1]().unknown
+    return layout(module)(module)[1]().unknown

@@ -1,7 +1,5 @@
 """Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from support import models
@@ -14,7 +12,6 @@ from ckptkit.app.api import convert
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
 from ckptkit.verify.witnesses.process.codec import load_record
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -33,9 +30,6 @@ BROKEN = {
     "glm_moe_dsa",
 }
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
-
-Case = tuple[EngineSizes, str]
-Runs = Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 
 
 def of_some(cases):

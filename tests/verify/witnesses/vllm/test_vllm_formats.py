@@ -122,7 +122,6 @@ def test_every_part_is_where_vllm_keeps_it(label, found):
         assert words in outcome.refusal
         return
     assert outcome.run is not None, outcome
-    assert outcome.builds is not None
     if NEWER and cell.format == "INT4 rows minmax" and outcome.experts:
         # For an H100 it chooses a kernel that wants groups. Another GPU may have one for rows: not a verdict.
         assert (refusal(outcome.run), outcome.builds.status) == ("", "skipped")

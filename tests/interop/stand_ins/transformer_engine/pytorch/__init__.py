@@ -1,7 +1,5 @@
 """The layers, with their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
