@@ -47,8 +47,6 @@ class Done:
 
 
 class Server:
-    """A running `faults.server`; `logs` is where runs print."""
-
     def __init__(self, process, logs):
         self._process, self._logs = process, logs
 
@@ -77,7 +75,6 @@ class Server:
 
 @contextmanager
 def server(folder):
-    """Compiles the shim into `folder` and runs a server with it."""
     shim = folder / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=True)
     found = environment(LD_PRELOAD=str(shim), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")

@@ -68,7 +68,6 @@ def test_json_is_what_python_reads_or_refused_by_a_bound(text):
 
 
 def _read(read):
-    """What is read, or why it is refused."""
     try:
         return read(), None
     except (ValueError, CkptkitError) as error:

@@ -36,7 +36,6 @@ def computed(subject, dtype):
 
 
 def agrees(run, subject):
-    """Every rank's answers are within the noise."""
     assert run.reference is not None
     assert list(judge_run(run, subject, Tally())) == []
 

@@ -91,7 +91,6 @@ PACKED = [label for label in CLEAN if label not in PLAIN]
 
 @pytest.fixture(scope="module")
 def rows(request, tmp_path_factory):
-    """For each model what vLLM computed, or raised, and transformers' log-probabilities in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected = {}
     paths = {}
@@ -111,7 +110,6 @@ def rows(request, tmp_path_factory):
 
 
 def saved(name, root):
-    """A test model on disk as vLLM takes it, and transformers' logits in float32 and in bfloat16."""
     case, path = sized(name, SIZES.get(name, {})), root / name
     if name in IN_FP8:
         case = replace(case, value=exact_in_fp8(case.value))
@@ -140,7 +138,6 @@ def exact_in_fp8(value):
 
 
 def logits_of(path):
-    """Transformers' logits of a plain checkpoint, in float32 and in bfloat16."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
@@ -150,7 +147,6 @@ def logits_of(path):
 
 
 def is_near(row, times, part=10):
-    """Not further from float32 than so many times what transformers' own bfloat16 is, and than a part of the spread."""
     answer, exact, rounded = row
     assert isinstance(answer, Tensor), answer
     ours, noise = distance(answer, exact), distance(rounded, exact)

@@ -71,7 +71,6 @@ def asked(tmp_path):
 
 
 def launch(variable, root, tmp_path, words):
-    """The right launch of verl, or the published one of NeMo-RL, with more words."""
     if variable == "VERL":
         lines = [*(one.format(tmp=tmp_path) for one in VERL), *words.split()]
         return f"cd {root}\npython3 -m verl.trainer.main_ppo " + " \\\n".join(lines) + "\n"

@@ -32,7 +32,6 @@ def _module(name, path):
 
 @pytest.fixture
 def writer(monkeypatch, checkout):
-    """slime's module, in a world of one process."""
     slime = checkout("SLIME")
     for name in ("ray", "ray.actor", "megatron", "megatron.core", "slime.utils.engine_group_wave", "slime.utils"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
@@ -54,7 +53,6 @@ def writer(monkeypatch, checkout):
 
 @pytest.fixture
 def receiver(checkout, tmp_path):
-    """SGLang's module, as slime's patch adds it."""
     patch = (checkout("SLIME") / "docker/patch/latest/sglang-pull_weights.patch").read_text()
     added = re.search(rf"^\+\+\+ b/{_RECEIVER}\n@@[^\n]*\n((?:\+[^\n]*\n)+)", patch, re.MULTILINE)
     path = tmp_path / "local_checkpoint.py"

@@ -110,7 +110,6 @@ def last_shards_lost(path, name):
 
 
 def shard_without_index(path, name):
-    """One shard in the middle was never written, and neither were its entries."""
     names = weight_map(path)
     (path / names[name]).unlink()
     write_index(path, {key: file for key, file in names.items() if file != names[name]})
@@ -151,7 +150,6 @@ def no_total(path, name):
 
 
 def rows(path):
-    """The sum of len(tensor), which is rows and not bytes."""
     return sum(len(found) for file in path.glob("*.safetensors") for found in load_file(file).values())
 
 

@@ -95,7 +95,6 @@ def columns_reversed(before):
 
 
 def rolled(by):
-    """Every row has moved by so many places."""
     return lambda before: before.roll(by, 0)
 
 
@@ -123,7 +122,6 @@ def half_turned(before):
 
 
 def lost(path, name):
-    """One tensor is in no shard, and the index does not list it."""
     replace(path, {}, [name])
 
 
@@ -152,7 +150,6 @@ def lora(path, name):
 
 
 def reshaped(path, name, change):
-    """One tensor is stored in another shape or dtype; total_size stays true."""
     replace(path, {name: change(tensor(path, name))})
 
 

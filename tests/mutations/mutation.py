@@ -57,12 +57,10 @@ class Mutation:
 
     @property
     def level(self):
-        """The cheapest at which something is found: that of its code, where no other is given."""
         return self.cheapest or level_of(self.code)
 
     @property
     def source(self):
-        """Whether it is run with the release to compare with."""
         return self.with_source or self.level == "source"
 
 

@@ -64,7 +64,6 @@ def second_slice_swapped(before):
 
 
 def stored_nowhere(content, key):
-    """A chunk whose file and offset nobody knows."""
     del content.storage_data[index_of(content, key)]
 
 
@@ -79,7 +78,6 @@ def other_alias(path, key):
 
 
 def both_of_another_layer(path, key):
-    """Both names of a norm have the bytes of the layer after it."""
     for name in (ROUTED, FUSED):
         other_alias(path, name)
     return "model.layers.4.post_attention_layernorm.weight"

@@ -19,7 +19,6 @@ FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
 
 
 def release_file(path, file, change):
-    """A file of the iteration is shorter or longer."""
     change(path / "release" / file)
 
 
@@ -66,7 +65,6 @@ def index_of(content, key, part=0):
 
 
 def key_lost(content, key):
-    """Neither the key nor where it lies."""
     del content.state_dict_metadata[key]
     for index in [index for index in content.storage_data if index.fqn == key]:
         del content.storage_data[index]
@@ -99,7 +97,6 @@ def shorter(content, key):
 
 
 def hole(content, key):
-    """Only the first rows are in a chunk."""
     old = index_of(content, key)
     first = content.state_dict_metadata[key].chunks[0]
     content.state_dict_metadata[key].chunks = [
@@ -123,14 +120,12 @@ def expert_lost(content, key):
 
 
 def fewer_experts(content, key):
-    """The tensor is one expert shorter, and its chunks agree."""
     entry = content.state_dict_metadata[key]
     entry.chunks.pop()
     entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
 
 
 def entry_turned(content, key):
-    """A tensor of the same bytes in another shape."""
     entry = content.state_dict_metadata[key]
     rows, columns = entry.size
     entry.size = torch.Size([columns, rows])

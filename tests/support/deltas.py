@@ -100,6 +100,5 @@ def edit_index(path, **metadata):
 
 
 def renumber(root, old, new):
-    """Copies a version to another number, and has its index say so."""
     shutil.copytree(version_at(root, old), version_at(root, new), dirs_exist_ok=True)
     edit_index(version_at(root, new), version=f"{new:06d}", base_version=f"{new - 1:06d}")

@@ -56,7 +56,6 @@ del FOR_MARLIN["tie_word_embeddings"]
 
 
 def for_marlin(experts, **more):
-    """Configs of those sizes by family; `more` is of GLM-4.5."""
     glm = {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
     return {
         "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=experts, norm_topk_prob=True),
@@ -65,7 +64,6 @@ def for_marlin(experts, **more):
 
 
 def model_of(family, config, sizes=SIZES, **more):
-    """The test model to save, and its config with other sizes."""
     return family, partial(config, **{**sizes, **more})
 
 

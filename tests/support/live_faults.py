@@ -28,7 +28,6 @@ ADAPTERS = {
 
 
 def reports(root, path, engine="vllm", *, program=sys.executable, gpu=False):
-    """The report of each fault, by the engine in the Python `program`."""
     words = (engine, root, path)
     ended = run_logged(root / "log", "support.live_faults", *words, gpu=gpu, limit_s=1200, program=program)
     assert ended, (root / "log").read_text(errors="replace")[-5000:]

@@ -16,7 +16,6 @@ UNREAD = {"exaone_moe": ("mtp.",), "qwen3_omni_moe": ("talker.", "code2wav.")}
 
 
 def configs():
-    """The models that tests of everything but families start from: dense and MoE, tied and untied."""
     return {name: HF_CASES[name].config() for name in NAMES}
 
 
@@ -54,7 +53,6 @@ def edit(path, name, tensor):
 
 
 def edit_metadata(path, change):
-    """Rewrites the `.metadata` of a torch_dist directory after `change`."""
     with (path / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     change(metadata)

@@ -84,7 +84,6 @@ def packed(module):
 
 
 def kimi_names():
-    """The index of Kimi-K2-Thinking: routed experts packed, everything else not."""
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."

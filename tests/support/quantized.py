@@ -196,7 +196,6 @@ def mxfp4(experts):
 
 
 def group_config(form, *groups, ignore=("lm_head",)):
-    """A quantization_config of these groups, as compressed-tensors writes it."""
     return {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -45,7 +45,6 @@ def _in_fp8(config):
 
 
 def options_of(label):
-    """The scheme of a label of `LABELS`."""
     kind, _, name = label.rpartition(" ")
     if kind == "groups":
         return INT4[name]
@@ -55,7 +54,6 @@ def options_of(label):
 
 
 def write_all(root, labels):
-    """Makes the checkpoints of these labels, and gives each with its path."""
     for label in labels:
         kind, _, name = label.rpartition(" ")
         if not (plain := root / name).exists():

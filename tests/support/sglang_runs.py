@@ -79,7 +79,6 @@ def swapped_scales(weights):
 
 
 def one_bit(weights):
-    """The lowest bit of one element of one tensor flipped."""
     for name, tensor in weights:
         if name == "model.layers.7.self_attn.k_proj.weight":
             tensor = tensor.clone()
@@ -240,7 +239,6 @@ def reported(run):
 
 
 def draft_of(run):
-    """What was seen of the draft model."""
     return run.report.draft_model if run.report else None
 
 

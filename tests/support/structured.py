@@ -61,7 +61,6 @@ def structured(seed=0):
 
 
 def unstructured(seed=0):
-    """The same shapes with random numbers, norms aside."""
     random = torch.Generator().manual_seed(seed)
     return {
         name: tensor if tensor.dim() == 1 else (torch.randn(tensor.shape, generator=random) / 16).bfloat16()

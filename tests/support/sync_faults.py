@@ -49,7 +49,6 @@ def dropping(pattern):
 
 
 def exchanging(pattern, one, other):
-    """Exchanges two parts of the names that the pattern finds."""
     names = {one: other, other: one}
 
     def change(name, tensor):
@@ -107,14 +106,11 @@ FAULTS = {
 
 
 def faults_of(tensors):
-    """Those that touch a model of these tensors."""
     return {name: fault for name, fault in FAULTS.items() if fault.touches(tensors)}
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update: what the trainer holds after `version` steps, and what is wrong with it."""
-
     step: str
     version: int
     fault: Fault | None = None
@@ -157,7 +153,6 @@ def tensors_of(path):
 
 
 def outcome(check, version=None):
-    """What the check says of the update that just ended."""
     try:
         result = check.after_update(version)
     except CkptkitError as error:
@@ -182,7 +177,6 @@ def lost(check):
 
 
 def mistakes(found, tensors):
-    """The steps of one model that did not end as they must, with what was said."""
     wrong = []
     for update in updates(tensors):
         said = found.get(update.step, {"raised": "it was not reached", "details": []})

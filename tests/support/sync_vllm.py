@@ -24,8 +24,6 @@ EVERY_WAY = ("load_by_layer", "load_plainly")
 
 
 def outcomes(root, stages, paths, *, program, gpu=False):
-    """What each check said, by model and step, as far as it came, with vLLM in the Python `program`."""
-
     def run(path):
         out, log = root / f"{path.name}.out", root / f"{path.name}.log"
         out.touch()

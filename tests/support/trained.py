@@ -92,7 +92,6 @@ def upcycled(layers=LAYERS):
 
 
 def _neurons(block, prefix, ids):
-    """Some neurons of a layer's MLP as an MLP."""
     parts = {part: dense()[f"{block}{part}_proj.weight"] for part in ("gate", "up", "down")}
     return {
         f"{prefix}{part}_proj.weight": (one[:, ids] if part == "down" else one[ids]).contiguous()

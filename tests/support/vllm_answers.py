@@ -18,7 +18,6 @@ PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def ask(question, words, folder):
-    """The answer to one of `QUESTIONS`; files and the log are in the folder."""
     file, log = folder / "asked.json", folder / "log"
     file.write_text(json.dumps(words))
     done = run_logged(log, "support.vllm_answers", question, file, program=python_of("vllm", {}), limit_s=840)
@@ -42,7 +41,6 @@ def of_lists(method, content, layers):
 
 
 def in_quark(name, exclude, fused):
-    """What vLLM's Quark makes of a layer, asked as its `get_quant_method` asks."""
     from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
 
     try:

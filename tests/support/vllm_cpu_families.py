@@ -64,7 +64,6 @@ WITHOUT = {
 
 
 def write_code(name, path):
-    """Writes the config class of the release beside config.json, where the release comes with one."""
     if name not in CODE:
         return
     config = json.loads((path / "config.json").read_text())

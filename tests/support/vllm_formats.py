@@ -44,6 +44,10 @@ FORMATS = ("BF16", *SYMMETRIC, *ZERO_POINTS, FP8)
 ROWS = ("rows", "rows with zero points")
 
 
+def is_linear(name):
+    return _QUANTIZED.fullmatch(name) is not None
+
+
 def labels(models, forms=FORMATS):
     return [f"{model}, {form}" for model in models for form in forms]
 
@@ -80,7 +84,7 @@ def write_all(root, wanted, meant=None):
             continue
         target = root / label
         quantizer, edit = _fp8(config()) if form == FP8 else _int4(form)
-        weights = write(plain, target, lambda name: _QUANTIZED.fullmatch(name) is not None, quantizer, edit)
+        weights = write(plain, target, is_linear, quantizer, edit)
         if meant is not None:
             shutil.copytree(plain, meant / label)
             for file in (meant / label).glob("*.safetensors"):
@@ -89,7 +93,6 @@ def write_all(root, wanted, meant=None):
 
 
 def _int4(form):
-    """Packed by compressed-tensors itself."""
     arguments = {**_GROUPS[form.removesuffix(" with zero points")], "symmetric": form in SYMMETRIC}
     stated = compressed_config("pack-quantized", **arguments) | {"ignore": _KEPT}
     return int4(**arguments), lambda config: config | {"quantization_config": stated}

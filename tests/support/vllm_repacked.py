@@ -20,8 +20,6 @@ _INT4 = 8  # codes in a word
 
 
 def run_cases(cases, root):
-    """What vLLM made of every case, repacked on the CPU."""
-
     def start(log, module, *words):
         return run_logged(log, "support.vllm_repacked", *words, program=python_of("vllm", {}), limit_s=840)
 
@@ -117,8 +115,6 @@ def without_cuda():
 
 
 def build(original, wanted, loading, phases):
-    """The adapter's `build`, with the kernels replaced as soon as vLLM can be imported."""
-
     def repacking(model, weights, device):
         without_cuda()
         loading(model, weights, torch.device("cuda"))

@@ -14,7 +14,6 @@ NOT_USED = "weight_shape"
 
 
 def all_runs(root, run):
-    """Every checkpoint with its path, and what vLLM made of each, and of those with a fault planted."""
     paths = dict(write_all(root, LABELS))
     cases = {label: Case(path) for label, path in paths.items()}
     cases |= {f"{fault} in {label}": Case(paths[label], alter=fault) for fault, label in CASES}

@@ -49,7 +49,6 @@ def save_megatron(hf, megatron, actor):
 
 
 def save_fsdp(rank, store, hf, actor):
-    """One rank of transformers' model under FSDP, saved by verl's own checkpoint manager."""
     on_cpu()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -35,7 +35,6 @@ NEEDS_SMOLLM = pytest.mark.skipif(
 
 
 def recorded(bits, structure=TRAINED):
-    """What transformers would report of a model that needs so many bits a byte."""
     losses = [one * math.log(2) * len(text.encode()) for one, text in zip(bits, TEXTS, strict=True)]
     return Reference("float32", [], [], predicted=Predicted([*losses, *losses], structure))
 

@@ -104,7 +104,6 @@ def test_what_no_model_can_have_computed_fails(judge, recorded):
 
 
 def far_off(given, **fields):
-    """The samples with log-probabilities that are nobody's, and these fields."""
     for one in given:
         one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
         for name, value in fields.items():

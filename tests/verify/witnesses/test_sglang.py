@@ -36,7 +36,6 @@ def online(root, name, release, ignore):
 
 
 def sound_cases(root, releases, converted):
-    """BF16, INT4 with zero points of experts in SGLang's own layout, FP8, and Megatron's checkpoints."""
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     quantize(qwen, root / "int4", QuantScheme(GROUP, "qmax7"))
     asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
@@ -58,7 +57,6 @@ def sound_cases(root, releases, converted):
 
 
 def in_fp8(release, path, block=(32, 64)):
-    """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
     kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
     write(
         release,

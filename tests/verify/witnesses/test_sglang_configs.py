@@ -39,8 +39,6 @@ def tower_elsewhere(config):
 
 
 def without(*keys):
-    """Takes keys out of a config, each with the names that lead to it."""
-
     def change(config):
         for key in keys:
             *outer, last = key.split(".")

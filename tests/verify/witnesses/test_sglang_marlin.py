@@ -107,7 +107,6 @@ class Packed(nn.Module):
             self.w13_weight_zero_point = words(2, 4, 8)
 
     def repack(self):
-        """Expert by expert, but for zero points."""
         packed, scales = self.w13_weight_packed.data, self.w13_weight_scale.data
         self.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
         self.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])

@@ -42,7 +42,6 @@ def id_of(case):
 
 @pytest.fixture(scope="module")
 def wanted(request):
-    """What the tests that run ask for; all of them ask for the few that are cut."""
     return collected(request, "case") | {(sizes, name) for sizes, name in PARAMS if name in SOME}
 
 

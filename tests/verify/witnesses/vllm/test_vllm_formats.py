@@ -56,8 +56,6 @@ class Outcome:
 
 
 class Outcomes:
-    """The outcomes of cells in their order, of which some are made and loaded at a time."""
-
     def __init__(self, cells, root):
         self._left, self._root = list(cells), root
         self._found: dict[Cell, Outcome] = {}
@@ -70,7 +68,6 @@ class Outcomes:
 
 
 def outcomes(cells, root):
-    """Makes the checkpoints, loads them in one process and removes them."""
     (root / "runs").mkdir(parents=True)
     found = {}
     cases = {}

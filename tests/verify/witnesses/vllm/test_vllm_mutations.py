@@ -82,8 +82,6 @@ def test_what_has_the_values_of_others_is_named(model, mutation, paths, runs):
 
 
 def with_packed_routers(source, target):
-    """A copy whose routers are INT4 too, as a list of `ignore` that names none of them makes it."""
-
     def edit(config):
         content = config["quantization_config"]
         ignore = [one for one in content["ignore"] if "gate(" not in one]
