@@ -93,7 +93,7 @@ def place(releases):
             yield found
 
 
-@pytest.mark.parametrize("cell", daily(CELLS, CELLS[::5]), ids=str)
+@pytest.mark.parametrize("cell", daily(CELLS, CELLS[::7]), ids=str)
 def test_fault_leaves_what_its_cell_says(place, cell, tmp_path):
     whole = place.whole(cell.verb)
     with tempfile.TemporaryDirectory(prefix="cell-", dir=place.root) as folder:

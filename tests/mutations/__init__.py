@@ -39,7 +39,6 @@ def _mutation(name, damage, at, **fields):
     return Mutation(
         name,
         damage=lambda path, place: function(path, place, *values),
-        way=" ".join(one.__qualname__.partition(".")[0] for one in (function, *values) if callable(one)),
         on={label: place for labels, place in at.items() for label in labels.split()},
         **fields,
     )

@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_is_inconclusive(converted, monkeypatch):
             list(right_slices(subject, Tally()))
 
 
-@needs_megatron
+@in_megatron
 @pytest.mark.parametrize(
     ("how", "phase", "error"),
     [

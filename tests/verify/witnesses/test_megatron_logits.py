@@ -48,6 +48,7 @@ def test_megatron_computes_in_parallel_what_transformers_does(releases, converte
     assert noise.startswith("transformers in bfloat16 from float32: mean 0.0")
 
 
+@pytest.mark.usefixtures("served")
 def test_command_line_loads_and_computes(releases, converted, tmp_path):
     """`verify --against-megatron --logits`, whole; on the CPU the dtype of the checkpoint is not run."""
     report = tmp_path / "report.json"
