@@ -17,6 +17,8 @@ _FUNCTIONS = {
     for name, one in vars(module).items()
     if getattr(one, "__module__", "") == module.__name__
 }
+for _module in (hf_files, hf_tensors, torch_dist, ranks):
+    _FUNCTIONS |= _module.CHANGES
 
 
 class _Loader(yaml.SafeLoader):

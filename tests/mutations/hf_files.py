@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,29 +18,14 @@ def weight_map(path):
 # Changes of one file.
 
 
-def removed(file):
-    file.unlink()
-
-
-def cut(size):
-    return lambda file: os.truncate(file, size)
-
-
-def resized(change):
-    """So many bytes more or less at its end."""
-    return lambda file: os.truncate(file, file.stat().st_size + change)
-
-
-def cut_by_a_third(file):
-    os.truncate(file, file.stat().st_size * 2 // 3)
-
-
-def emptied(file):
-    file.write_text("{}")
-
-
-def renumbered(shard):
-    shard.rename(shard.with_name("model-00099-of-00099.safetensors"))
+CHANGES = {
+    "removed": Path.unlink,
+    "cut": lambda size: lambda file: os.truncate(file, size),
+    "resized": lambda change: lambda file: os.truncate(file, file.stat().st_size + change),
+    "cut_by_a_third": lambda file: os.truncate(file, file.stat().st_size * 2 // 3),
+    "emptied": lambda file: file.write_text("{}"),
+    "renumbered": lambda shard: shard.rename(shard.with_name("model-00099-of-00099.safetensors")),
+}
 
 
 def lfs_pointer(shard):
