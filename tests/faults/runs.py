@@ -47,8 +47,6 @@ class Done:
 
 
 class Server:
-    """A running `faults.server`; `logs` is where runs print."""
-
     def __init__(self, process, logs):
         self._process, self._logs = process, logs
 
@@ -69,8 +67,6 @@ class Server:
             "fault": fault
             and [fault.call, fault.pattern, fault.action, int(fault.value), fault.first, min(fault.times, 1 << 30)],
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code, met = json.loads(self._process.stdout.readline())
@@ -79,12 +75,10 @@ class Server:
 
 @contextmanager
 def server(folder):
-    """Compiles the shim into `folder` and runs a server with it."""
     shim = folder / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=True)
     found = environment(LD_PRELOAD=str(shim), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     command = [sys.executable, "-W", "ignore", "-m", "faults.server", str(shim)]
     with subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Server(process, folder)
-        assert process.stdin is not None
         process.stdin.close()

@@ -9,7 +9,6 @@ BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->\n"
 
 
 def table():
-    """A row for each fault and verb: phase by phase, what is left."""
     rows = {}
     for cell in CELLS:
         left = f"{cell.outcome} ({cell.code})" if cell.code >= 0 else cell.outcome

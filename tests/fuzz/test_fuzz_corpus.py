@@ -31,8 +31,7 @@ def test_a_parser_returns_or_refuses_every_input_of_its_corpus(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "parse"),
-    [("rollout.pt", read_recording), (".metadata", lambda file: refuse_foreign_names(file.parent))],
+    ("file", "parse"), [("rollout.pt", read_recording), (".metadata", lambda file: refuse_foreign_names(file.parent))]
 )
 def test_other_parsers_refuse_hostile_files_in_words(file, parse, tmp_path):
     refused = 0

@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 import struct
-from typing import TypeVar
 
 import pytest
 import safetensors
@@ -28,7 +27,6 @@ from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.verify.launch.settings.tree import parse_yaml
 
-T = TypeVar("T")
 _FEW = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 
 # JSON, written in pieces so that most of it is none.
@@ -70,7 +68,6 @@ def test_json_is_what_python_reads_or_refused_by_a_bound(text):
 
 
 def _read(read):
-    """What is read, or why it is refused."""
     try:
         return read(), None
     except (ValueError, CkptkitError) as error:

@@ -72,7 +72,6 @@ def test_rows_in_fp8_compute_what_they_stand_for(tmp_path):
 
 
 def _kept(report, name):
-    """The report, of which the folder in OUT gets a copy."""
     if out := os.environ.get("OUT"):
         (Path(out) / f"engine-fp8-{name}.json").write_text(json.dumps(report.to_json(), indent=1))
     return report

@@ -28,7 +28,6 @@ DENSE, EXPERTS, LATENT = FAMILIES = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 def computed(subject, dtype):
     """Megatron's answers beside transformers', with the figures printed (pytest -s)."""
     run = run_megatron_logits(subject, prompts_of(config_of(subject), with_long=False), dtype)
-    assert run.reference is not None
     exact = run.reference.exact
     for rank, answers in run.answers.items():
         print(f"{subject.path.name} {run.sizes}, {run.device}, {dtype}, rank {rank}: {distance(answers, exact)}")
@@ -37,7 +36,6 @@ def computed(subject, dtype):
 
 
 def agrees(run, subject):
-    """Every rank's answers are within the noise."""
     assert run.reference is not None
     assert list(judge_run(run, subject, Tally())) == []
 

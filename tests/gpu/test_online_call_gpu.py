@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from support.online_model import config, names_of, release, same
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.grids import quantize
@@ -17,7 +16,6 @@ from ckptkit.quant.online.quantizer import OnlineQuantizer
 
 pytestmark = [pytest.mark.timeout(600)]
 
-Named = list[tuple[str, Tensor]]
 EXPERTS = 50
 
 

@@ -67,7 +67,6 @@ def test_two_updates_leave_the_checksum_that_the_disk_gives(result):
 
 
 def furthest(steps, step):
-    """The largest difference between a log-probability at a step and the same from disk."""
     pairs = zip(steps[step], steps["judged from disk"], strict=True)
     return max(abs(one - other) for prompts in pairs for one, other in zip(*prompts, strict=True))
 
@@ -82,5 +81,4 @@ def test_two_experts_in_each_others_place_change_it(result):
 
 
 def differing(one, other):
-    """Names of tensors that are not in both with the same checksum."""
     return sorted({name for name, _ in one["tensors"].items() ^ other["tensors"].items()})

@@ -69,15 +69,12 @@ COMPUTED = [name for name in HF_CASES if name not in (*SAID, *WITHOUT, *WITHOUT_
 
 @dataclass(frozen=True)
 class Answer:
-    """What SGLang computed, or what it printed last."""
-
     logits: Tensor | None
     said: str = ""
 
 
 @pytest.fixture(scope="module")
 def answers(request, tmp_path_factory):
-    """For each model: SGLang's answer, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected = {}
     names = [name for name in HF_CASES if name in collected(request, "name")]
@@ -106,7 +103,6 @@ def far(answer):
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_sglang_computes_the_logits_of_transformers(name, answers):
-    """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
     ours, noise, spread = far(answers[name])
     assert ours <= 2 * noise
     assert ours <= spread / 10

@@ -6,7 +6,6 @@ its steps after loading, and these log-probabilities show that they are what its
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from support.nightly import collected
 from support.processes import ckptkit
 from support.vllm_cpu_families import write_code
 from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
-from support.vllm_logits import Answer, Asked, answers
+from support.vllm_logits import Asked, answers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -88,13 +87,10 @@ ASKED = {
 }
 PLAIN = [label for label in CLEAN if label.endswith("BF16")]
 PACKED = [label for label in CLEAN if label not in PLAIN]
-Row = tuple[Answer, Tensor, Tensor]
-Value = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 @pytest.fixture(scope="module")
 def rows(request, tmp_path_factory):
-    """For each model what vLLM computed, or raised, and transformers' log-probabilities in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected = {}
     paths = {}
@@ -114,7 +110,6 @@ def rows(request, tmp_path_factory):
 
 
 def saved(name, root):
-    """A test model on disk as vLLM takes it, and transformers' logits in float32 and in bfloat16."""
     case, path = sized(name, SIZES.get(name, {})), root / name
     if name in IN_FP8:
         case = replace(case, value=exact_in_fp8(case.value))
@@ -143,7 +138,6 @@ def exact_in_fp8(value):
 
 
 def logits_of(path):
-    """Transformers' logits of a plain checkpoint, in float32 and in bfloat16."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
@@ -153,7 +147,6 @@ def logits_of(path):
 
 
 def is_near(row, times, part=10):
-    """Not further from float32 than so many times what transformers' own bfloat16 is, and than a part of the spread."""
     answer, exact, rounded = row
     assert isinstance(answer, Tensor), answer
     ours, noise = distance(answer, exact), distance(rounded, exact)

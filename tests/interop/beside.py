@@ -1,7 +1,5 @@
 """Starts tools that cannot share ckptkit's environment, in the one that `make test-interop` made beside it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,7 +9,6 @@ from families.gqa import as_v4
 
 
 def release(name, path, case=None):
-    """Saves the test model in bfloat16, by default that of the name."""
     save(name, case or CASES[name], path, torch.bfloat16)
     config = json.loads((path / "config.json").read_text())
     if "rope_parameters" in config:

@@ -32,8 +32,6 @@ ASKS_FOR_CUDA = "tools/convert_hf_to_mxfp8.py"  # and does nothing without it
 
 @dataclass(frozen=True)
 class Script:
-    """One run: a name, the script's path within the checkout, and its command line."""
-
     label: str
     path: str
     arguments: Sequence[str]

@@ -5,12 +5,9 @@
 
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 
 AR = "actor_rollout_ref"
@@ -56,7 +53,6 @@ WRONG_ROLL = [
     ('adv_estimator: "reinforce"', "adv_estimator: none_such", 'wrong value type for field "adv_estimator"'),
     ("pretrain: Qwen/Qwen2.5-7B", "pretrain: ${nothing}", "Interpolation key 'nothing' not found"),
 ]
-Asked = Callable[[str, Path], list[Finding]]
 
 
 @pytest.fixture
@@ -75,7 +71,6 @@ def asked(tmp_path):
 
 
 def launch(variable, root, tmp_path, words):
-    """The right launch of verl, or the published one of NeMo-RL, with more words."""
     if variable == "VERL":
         lines = [*(one.format(tmp=tmp_path) for one in VERL), *words.split()]
         return f"cd {root}\npython3 -m verl.trainer.main_ppo " + " \\\n".join(lines) + "\n"

@@ -45,7 +45,6 @@ def test_mbridge_exports_what_ckptkit_converted_and_ckptkit_what_mbridge_importe
 
 
 def findings(root, name, made):
-    """What ckptkit finds in one of mbridge's checkpoints: code, tensor, how often, what is there."""
     hf = root / name / "hf"
     report = ckptkit.verify(root / name / made, hf, hf=hf if made == "imported" else None)
     assert report.status == "failed"

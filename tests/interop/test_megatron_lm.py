@@ -31,8 +31,6 @@ def megatron_lm(checkout):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory, megatron_lm):
-    """`train(source, load, save, sizes)`: Megatron-LM loads one checkpoint and saves the other."""
-
     def run(source, load, save, sizes):
         config = json.loads((source / "config.json").read_text())
         flags = launch_flags(megatron_args(dims_of(config)))
@@ -44,7 +42,6 @@ def train(tmp_path_factory, megatron_lm):
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """`release(name)`: the HF directory of a test model of any family."""
     root = tmp_path_factory.mktemp("hf")
 
     def make(name):

@@ -75,12 +75,10 @@ def packed(name, tensor, *_):
 
 
 def packed_of_miles(args, name, tensor, *_):
-    """The same with miles' first argument."""
     return packed(name, tensor)
 
 
 def chosen(quantize, content, args):
-    """Whether each exported name comes back with something beside it."""
     found = {}
     for megatron, names in EXPORTED.items():
         back = [name for name, _ in quantize(args, megatron, [(one, torch.zeros(16, 16)) for one in names], content)]

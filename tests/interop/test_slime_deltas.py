@@ -25,8 +25,6 @@ _RECEIVER = "python/sglang/srt/weight_sync/local_checkpoint.py"
 
 def _module(name, path):
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
@@ -34,7 +32,6 @@ def _module(name, path):
 
 @pytest.fixture
 def writer(monkeypatch, checkout):
-    """slime's module, in a world of one process."""
     slime = checkout("SLIME")
     for name in ("ray", "ray.actor", "megatron", "megatron.core", "slime.utils.engine_group_wave", "slime.utils"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
@@ -56,10 +53,8 @@ def writer(monkeypatch, checkout):
 
 @pytest.fixture
 def receiver(checkout, tmp_path):
-    """SGLang's module, as slime's patch adds it."""
     patch = (checkout("SLIME") / "docker/patch/latest/sglang-pull_weights.patch").read_text()
     added = re.search(rf"^\+\+\+ b/{_RECEIVER}\n@@[^\n]*\n((?:\+[^\n]*\n)+)", patch, re.MULTILINE)
-    assert added is not None
     path = tmp_path / "local_checkpoint.py"
     path.write_text("".join(line[1:] + "\n" for line in added[1].splitlines()))
     return _module("local_checkpoint", path)

@@ -7,13 +7,11 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from releases.record import load
 
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
 
 CONFIG = json.loads(
@@ -52,9 +50,6 @@ PUBLISHED = {
     "run-glm4-9B.sh": "THUDM/GLM-4-9B-0414",
     "run-qwen3-235B-A22B-sft.sh": "Qwen/Qwen3-235B-A22B",
 }
-
-
-Asked = Callable[..., list[Finding]]
 
 
 @pytest.fixture
@@ -99,13 +94,7 @@ def test_the_right_launch_is_accepted_and_a_misspelled_option_is_named(trainer, 
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_slimes_published_launches_are_accepted(
-    name,
-    asked,
-    tmp_path,
-    checkout,
-    monkeypatch,
-):
+def test_slimes_published_launches_are_accepted(name, asked, tmp_path, checkout, monkeypatch):
     scripts = checkout("SLIME") / "scripts"
     text = (scripts / name).read_text()
     home = re.findall(r"(/\w+)/Megatron-LM", text)[0]

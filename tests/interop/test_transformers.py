@@ -31,7 +31,6 @@ def load(path, caplog):
 
 
 def judge(info):
-    """Everything that transformers reports, but for the keys of multi-token prediction layers."""
     unexpected = [name for name in info["unexpected_keys"] if not name.startswith(MTP)]
     return sorted([*info["missing_keys"], *map(str, info["mismatched_keys"]), *unexpected])
 

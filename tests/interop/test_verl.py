@@ -19,7 +19,6 @@ SIZES = {"qwen2-untied": 147, "qwen3_moe": 543}
 
 
 def merge(backend, actor, merged):
-    """Runs `python -m verl.model_merger merge`; returns what it printed."""
     words = ("merge", "--backend", backend, "--local_dir", str(actor), "--target_dir", str(merged))
     return start("verl_worker", *words)
 

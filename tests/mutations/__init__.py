@@ -17,6 +17,8 @@ _FUNCTIONS = {
     for name, one in vars(module).items()
     if getattr(one, "__module__", "") == module.__name__
 }
+for _module in (hf_files, hf_tensors, torch_dist, ranks):
+    _FUNCTIONS |= _module.CHANGES
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,7 +41,6 @@ def _mutation(name, damage, at, **fields):
     return Mutation(
         name,
         damage=lambda path, place: function(path, place, *values),
-        way=" ".join(one.__qualname__.partition(".")[0] for one in (function, *values) if callable(one)),
         on={label: place for labels, place in at.items() for label in labels.split()},
         **fields,
     )

@@ -9,7 +9,6 @@ from mutations.edits import edit_config, edit_json, names, replace, tensor
 
 
 def pick(path, projection, ending="weight"):
-    """A tensor of the last module of a projection: of the model's last layer, its last expert."""
     found = [name for name in names(path, f".{projection}.") if name.endswith(f"{projection}.weight")]
     quantized = [name for name in found if any(f"{name}_scale{end}" in names(path, name) for end in ("", "_inv"))]
     return f"{(quantized or found)[-1].removesuffix('.weight')}.{ending}"

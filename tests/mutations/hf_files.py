@@ -3,15 +3,12 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mutations.edits import INDEX, edit_config, edit_header, edit_index, edit_json, shard_of, tensor, write_index
-
-FileChange = Callable[[Path], object]
 
 
 def weight_map(path):
@@ -21,29 +18,14 @@ def weight_map(path):
 # Changes of one file.
 
 
-def removed(file):
-    file.unlink()
-
-
-def cut(size):
-    return lambda file: os.truncate(file, size)
-
-
-def resized(change):
-    """So many bytes more or less at its end."""
-    return lambda file: os.truncate(file, file.stat().st_size + change)
-
-
-def cut_by_a_third(file):
-    os.truncate(file, file.stat().st_size * 2 // 3)
-
-
-def emptied(file):
-    file.write_text("{}")
-
-
-def renumbered(shard):
-    shard.rename(shard.with_name("model-00099-of-00099.safetensors"))
+CHANGES = {
+    "removed": Path.unlink,
+    "cut": lambda size: lambda file: os.truncate(file, size),
+    "resized": lambda change: lambda file: os.truncate(file, file.stat().st_size + change),
+    "cut_by_a_third": lambda file: os.truncate(file, file.stat().st_size * 2 // 3),
+    "emptied": lambda file: file.write_text("{}"),
+    "renumbered": lambda shard: shard.rename(shard.with_name("model-00099-of-00099.safetensors")),
+}
 
 
 def lfs_pointer(shard):
@@ -114,7 +96,6 @@ def last_shards_lost(path, name):
 
 
 def shard_without_index(path, name):
-    """One shard in the middle was never written, and neither were its entries."""
     names = weight_map(path)
     (path / names[name]).unlink()
     write_index(path, {key: file for key, file in names.items() if file != names[name]})
@@ -155,7 +136,6 @@ def no_total(path, name):
 
 
 def rows(path):
-    """The sum of len(tensor), which is rows and not bytes."""
     return sum(len(found) for file in path.glob("*.safetensors") for found in load_file(file).values())
 
 

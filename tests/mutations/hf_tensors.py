@@ -1,16 +1,12 @@
 """Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
 
 import re
-from collections.abc import Callable
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mutations.edits import INDEX, names, rename, replace, shard_of, tensor, write_index
 from mutations.hf_files import weight_map
-
-Change = Callable[[Tensor], Tensor]
 
 # Changes of one tensor. Where `valued` or `stored` applies them, shape and dtype stay as they were.
 
@@ -19,32 +15,34 @@ def cast(dtype):
     return lambda before: before.to(getattr(torch, dtype))
 
 
-def first(rows):
-    return lambda before: before[:rows]
-
-
-def columns(count):
-    return lambda before: before[:, :count]
-
-
-def turned(before):
-    return before.T
-
-
-def zero_rows_added(before):
-    return torch.cat([before, before[:32] * 0])
-
-
-def filled(value):
-    return lambda before: torch.full_like(before, value)
-
-
-def times(factor):
-    return lambda before: before * factor
-
-
-def halved(before):
-    return before // 2
+CHANGES = {
+    "first": lambda rows: lambda before: before[:rows],
+    "columns": lambda count: lambda before: before[:, :count],
+    "turned": lambda before: before.T,
+    "zero_rows_added": lambda before: torch.cat([before, before[:32] * 0]),
+    "filled": lambda value: lambda before: torch.full_like(before, value),
+    "times": lambda factor: lambda before: before * factor,
+    "halved": lambda before: before // 2,
+    "vocabulary_cut": lambda before: torch.cat([before[:300], before[300:] * 0]),
+    # Bytes of another format: numbers, and all of them far below what a weight can be.
+    "denormal": lambda before: torch.full_like(before, 1e-39) * torch.sign(before),
+    # The tensor of a base model: values like these, and not these.
+    "other_training": lambda before: (
+        torch.randn(before.shape, generator=torch.Generator().manual_seed(7)) * before.float().std()
+    ),
+    "zero_centered": lambda before: before - 6.9,
+    "rows_reversed": lambda before: before.flip(0),
+    "columns_reversed": lambda before: before.flip(1),
+    "rolled": lambda by: lambda before: before.roll(by, 0),
+    # The two halves along an axis in each other's place: two tensor parallel ranks joined in the wrong order.
+    "halves": lambda axis: lambda before: before.roll(before.shape[axis] // 2, axis),
+    # Gate and up, one row of each after the other.
+    "rows_by_turns": lambda before: before.unflatten(-2, (2, -1)).transpose(-3, -2),
+    # Query heads as if one of each group came first: 2 groups of 5 heads of 32.
+    "regrouped": lambda before: before.reshape(2, 5, 32, -1).transpose(0, 1),
+    # Rotary rows of every head of 32 in pairs instead of halves, as Meta's Llama has them.
+    "half_turned": lambda before: before.reshape(-1, 2, 16, before.shape[-1]).transpose(1, 2),
+}
 
 
 def last(value):
@@ -66,68 +64,16 @@ def half_zero(axis):
     return change
 
 
-def vocabulary_cut(before):
-    return torch.cat([before[:300], before[300:] * 0])
-
-
-def denormal(before):
-    """What bytes of another format look like: numbers, and all of them far below what a weight can be."""
-    return torch.full_like(before, 1e-39) * torch.sign(before)
-
-
 def unwritten(before):
     """What memory that was never written may hold: finite numbers of every magnitude."""
     generator = torch.Generator().manual_seed(5)
     return torch.exp(torch.rand(before.shape, generator=generator) * 60 - 40) * torch.sign(before.float())
 
 
-def other_training(before):
-    """What a base model has in the place: values like these, and not these."""
-    return torch.randn(before.shape, generator=torch.Generator().manual_seed(7)) * before.float().std()
-
-
-def zero_centered(before):
-    return before - 6.9
-
-
-def rows_reversed(before):
-    return before.flip(0)
-
-
-def columns_reversed(before):
-    return before.flip(1)
-
-
-def rolled(by):
-    """Every row has moved by so many places."""
-    return lambda before: before.roll(by, 0)
-
-
-def halves(axis):
-    """The two halves along an axis in each other's place: two tensor parallel ranks joined in the wrong order."""
-    return lambda before: before.roll(before.shape[axis] // 2, axis)
-
-
-def rows_by_turns(before):
-    """Gate and up, one row of each after the other."""
-    return before.unflatten(-2, (2, -1)).transpose(-3, -2)
-
-
-def regrouped(before):
-    """Query heads as if one of each group came first: 2 groups of 5 heads of 32."""
-    return before.reshape(2, 5, 32, -1).transpose(0, 1)
-
-
-def half_turned(before):
-    """Rotary rows of every head of 32 in pairs instead of halves, as Meta's Llama has them."""
-    return before.reshape(-1, 2, 16, before.shape[-1]).transpose(1, 2)
-
-
 # Damages: names.
 
 
 def lost(path, name):
-    """One tensor is in no shard, and the index does not list it."""
     replace(path, {}, [name])
 
 
@@ -156,7 +102,6 @@ def lora(path, name):
 
 
 def reshaped(path, name, change):
-    """One tensor is stored in another shape or dtype; total_size stays true."""
     replace(path, {name: change(tensor(path, name))})
 
 

@@ -36,7 +36,6 @@ def unpack(path, modules):
 
 
 def unpacked(path, folded, modules):
-    """Leaves modules in BF16 that readers expect packed."""
     unpack(path, modules)
 
 
@@ -101,5 +100,4 @@ def parts_swapped(path, folded, part):
 
 
 def words_copied(path, folded):
-    """The words and the scales of expert 10 are also under expert 11."""
     replace(path, {f"{ELEVENTH}.{part}": tensor(path, f"{TENTH}.{part}") for part in PARTS})

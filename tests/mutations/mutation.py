@@ -39,8 +39,7 @@ class Mutation:
     (`starts.labels`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
     cheaper level may find anything, unless `cheapest` says which does. It is run with `--source`, the clean release,
     where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
-    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `way` names the
-    function behind `damage`.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Mutation:
     code: str
     damage: Damage
     on: Mapping[str, str]
-    way: str = ""
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
@@ -57,12 +55,10 @@ class Mutation:
 
     @property
     def level(self):
-        """The cheapest at which something is found: that of its code, where no other is given."""
         return self.cheapest or level_of(self.code)
 
     @property
     def source(self):
-        """Whether it is run with the release to compare with."""
         return self.with_source or self.level == "source"
 
 
@@ -87,9 +83,6 @@ def said(finding):
     """Where a finding says that it is: tensors, file, and the setting that it quotes."""
     where = (finding.tensor or "", *finding.names, Path(finding.file or "").name)
     return " ".join((*where, finding.expected, finding.actual))
-
-
-Run = tuple[Mutation, str]
 
 
 def run(mutation, label, starts, work):
@@ -119,10 +112,10 @@ def runs(mutations):
 
 
 def one_each(runs):
-    """One run of each way to break a kind of checkpoint for each code, so that all checkpoints have their turn."""
+    """One run of each code in each kind of checkpoint, so that all checkpoints have their turn."""
     found = {}
     for mutation, label in runs:
-        found.setdefault((mutation.code, mutation.way, label.partition("/")[2]), []).append((mutation, label))
+        found.setdefault((mutation.code, label.partition("/")[2]), []).append((mutation, label))
     return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
 
 

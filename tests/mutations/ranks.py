@@ -7,7 +7,7 @@ from support import models
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from mutations.edits import edit_stored
-from mutations.torch_dist import index_of
+from mutations.torch_dist import index_of, stored_at
 
 ROUTED, FUSED = "decoder.layers.4.pre_mlp_layernorm.weight", "decoder.layers.4.mlp.linear_fc1.layer_norm_weight"
 BIAS = "decoder.layers.6.mlp.router.expert_bias"
@@ -33,8 +33,7 @@ def layers_of(origin):
     return damage
 
 
-def stages_swapped(layer):
-    return (layer + 6) % 12
+CHANGES = {"stages_swapped": lambda layer: (layer + 6) % 12}
 
 
 def stage_rotated(layer):
@@ -64,7 +63,6 @@ def second_slice_swapped(before):
 
 
 def stored_nowhere(content, key):
-    """A chunk whose file and offset nobody knows."""
     del content.storage_data[index_of(content, key)]
 
 
@@ -73,13 +71,12 @@ def other_alias(path, key):
 
     def change(content):
         later = key.replace("layers.4.", "layers.5.")
-        content.storage_data[index_of(content, key)] = content.storage_data[index_of(content, later)]
+        content.storage_data[index_of(content, key)] = stored_at(content, later)
 
     models.edit_metadata(path / "release", change)
 
 
 def both_of_another_layer(path, key):
-    """Both names of a norm have the bytes of the layer after it."""
     for name in (ROUTED, FUSED):
         other_alias(path, name)
     return "model.layers.4.post_attention_layernorm.weight"

@@ -19,7 +19,6 @@ FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
 
 
 def release_file(path, file, change):
-    """A file of the iteration is shorter or longer."""
     change(path / "release" / file)
 
 
@@ -65,8 +64,11 @@ def index_of(content, key, part=0):
     return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
 
 
+def stored_at(content, key):
+    return content.storage_data[index_of(content, key)]
+
+
 def key_lost(content, key):
-    """Neither the key nor where it lies."""
     del content.state_dict_metadata[key]
     for index in [index for index in content.storage_data if index.fqn == key]:
         del content.storage_data[index]
@@ -75,31 +77,17 @@ def key_lost(content, key):
 def added(content, key):
     """A key that no rule knows, with the bytes of another."""
     content.state_dict_metadata[key] = content.state_dict_metadata[FC1]
-    content.storage_data[MetadataIndex(key, torch.Size([0, 0]), 0)] = content.storage_data[index_of(content, FC1)]
+    content.storage_data[MetadataIndex(key, torch.Size([0, 0]), 0)] = stored_at(content, FC1)
 
 
 def moved(by):
     def change(content, key):
-        content.storage_data[index_of(content, key)].offset += by
+        stored_at(content, key).offset += by
 
     return change
 
 
-def beyond(content, key):
-    content.storage_data[index_of(content, key)].offset += 1 << 30
-
-
-def in_another_file(content, key):
-    content.storage_data[index_of(content, key)].relative_path = "__3_0.distcp"
-
-
-def shorter(content, key):
-    """An entry that is said to be shorter than its tensor."""
-    content.storage_data[index_of(content, key)].length //= 2
-
-
 def hole(content, key):
-    """Only the first rows are in a chunk."""
     old = index_of(content, key)
     first = content.state_dict_metadata[key].chunks[0]
     content.state_dict_metadata[key].chunks = [
@@ -112,9 +100,7 @@ def overlap(content, key):
     """The same rows in two chunks."""
     chunks = content.state_dict_metadata[key].chunks
     chunks.append(chunks[0])
-    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = content.storage_data[
-        index_of(content, key)
-    ]
+    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = stored_at(content, key)
 
 
 def expert_lost(content, key):
@@ -123,14 +109,12 @@ def expert_lost(content, key):
 
 
 def fewer_experts(content, key):
-    """The tensor is one expert shorter, and its chunks agree."""
     entry = content.state_dict_metadata[key]
     entry.chunks.pop()
     entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
 
 
 def entry_turned(content, key):
-    """A tensor of the same bytes in another shape."""
     entry = content.state_dict_metadata[key]
     rows, columns = entry.size
     entry.size = torch.Size([columns, rows])
@@ -172,7 +156,7 @@ def padded(path, key, rows=torch.clone):
     end = file.stat().st_size
 
     def change(content):
-        entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
+        entry, info = content.state_dict_metadata[key], stored_at(content, key)
         before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
         after = torch.cat([before, rows(before[:32])])
         with file.open("ab") as stream:
@@ -221,14 +205,6 @@ def numbered(path, place, number):
     models.edit_metadata(path / "release", change)
 
 
-def next_number(layer):
-    return layer + 1
-
-
-def other_of_two(layer):
-    return layer ^ 1
-
-
 def nothing(path, place):
     """The checkpoint stays as it is."""
 
@@ -240,7 +216,7 @@ def bytes_damaged(path, key):
     """A block of a disk reads as zeros: the checksum of the entry no longer fits."""
     with (path / "release" / ".metadata").open("rb") as stream:
         content = pickle.load(stream)
-    info = content.storage_data[index_of(content, key)]
+    info = stored_at(content, key)
     with (path / "release" / info.relative_path).open("r+b") as stream:
         stream.seek(info.offset + info.length // 2)
         stream.write(bytes(512))
@@ -287,3 +263,13 @@ def never_stepped(path, kind):
             for chunk in entry.chunks:
                 edit_stored(path, key, torch.zeros_like, *chunk.offsets[:1])
     return f"optimizer.state.{kind}"
+
+
+CHANGES = {
+    "beyond": moved(1 << 30),
+    "in_another_file": lambda content, key: setattr(stored_at(content, key), "relative_path", "__3_0.distcp"),
+    # An entry that is said to be shorter than its tensor.
+    "shorter": lambda content, key: setattr(stored_at(content, key), "length", stored_at(content, key).length // 2),
+    "next_number": lambda layer: layer + 1,
+    "other_of_two": lambda layer: layer ^ 1,
+}

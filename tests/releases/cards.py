@@ -63,7 +63,6 @@ def file_of(model):
 
 
 def card(release, path):
-    """The page of a release, from the headers at `path`, a directory or a URL."""
     facts = inspect(path)
     with tempfile.TemporaryDirectory() as empty:
         lines = [*_head(release, facts), *_megatron(path, Path(empty)), *_int4(path, Path(empty))]
@@ -171,7 +170,6 @@ def _decision(plan):
 
 
 def header_only_card(model):
-    """The page of a release, from its record."""
     release = load(model)
     with tempfile.TemporaryDirectory() as root:
         return card(release, write(release, Path(root) / release.model.partition("/")[2]))

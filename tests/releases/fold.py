@@ -31,7 +31,6 @@ def saved_by_transformers(config):
 
 
 def main():
-    """Prints the names of a record, by shape, for the config.json that is named."""
     by_shape = defaultdict(list)
     for name, shape in saved_by_transformers(json.loads(Path(sys.argv[1]).read_text())).items():
         by_shape[shape].append(name)

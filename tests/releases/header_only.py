@@ -7,7 +7,6 @@ SHARD_BYTES = 5_000_000_000
 
 
 def write(release, path):
-    """Writes config.json, a tokenizer, the shards, and their index where there are several. Returns `path`."""
     path.mkdir(parents=True)
     _json(path / "config.json", release.config)
     _write_tokenizer(path)
@@ -31,7 +30,6 @@ def write(release, path):
 
 
 def _shards(release):
-    """Tensors in the order of their names, cut into as many files of about one size as were published."""
     count = release.shards or max(1, -(-release.nbytes // SHARD_BYTES))
     written, shard, number = 0, [], 1
     for tensor in release.tensors_in_order:
@@ -57,7 +55,6 @@ def _write_shard(path, tensors):
 
 
 def _write_tokenizer(path):
-    """The files of a tokenizer, with three words: no vocabulary is smaller."""
     words = {"<unk>": 0, "a": 1, "b": 2}
     model = {"type": "BPE", "vocab": words, "merges": [], "unk_token": "<unk>"}
     _json(path / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})

@@ -22,8 +22,6 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:/(\d+))?")
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as a header names it. `dtype` is safetensors' name of it."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +60,6 @@ class Release:
 
     @cached_property
     def tensors_in_order(self):
-        """Every tensor, the folded names written out, in the order of their names."""
         found = []
         for kind, patterns in self.names.items():
             dtype, _, shape = kind.partition(" ")
@@ -76,7 +73,6 @@ class Release:
 
 
 def unfolded(pattern):
-    """Every name that a folded one stands for."""
     parts = re.split(r"\{([^{}]*)\}", pattern)
     choices = [list(_choices(part)) if index % 2 else [part] for index, part in enumerate(parts)]
     return ("".join(choice) for choice in product(*choices))

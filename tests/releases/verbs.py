@@ -73,7 +73,6 @@ def check_conversion(release, megatron):
 
 
 def check_against_published_numbers(release):
-    """Fails where the record's folded names do not come to what was published."""
     assert len({tensor.name for tensor in release.tensors_in_order}) == len(release.tensors_in_order)
     elements = sum(
         math.prod(tensor.shape) for tensor in release.tensors_in_order if release.scales or "_scale" not in tensor.name
@@ -99,5 +98,4 @@ def text_config(release):
 
 
 def packs_int4(release):
-    """Whether its weights are packed as compressed-tensors packs them."""
     return any(tensor.name.endswith(".weight_packed") for tensor in release.tensors_in_order)

@@ -22,18 +22,13 @@ SCRATCH = Path(mkdtemp(prefix="adapters-"))
 RANK = 8
 
 
-class Holding:
-    def __init__(self, engine):
-        self.engine = engine
-
-    def __call__(self, model, weights, device):
-        model.load_weights(weights)
+def load_weights(model, weights, device):
+    model.load_weights(weights)
 
 
 def in_sglang(base, adapter):
-    """What SGLang's manager holds on the CPU."""
     engine = import_module("ckptkit.verify.witnesses.sglang.adapter")
-    model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+    model = engine.build(ModelBuild(base, SCRATCH), load_weights, PhaseLog(SCRATCH / "report"))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora import lora_manager
     from sglang.srt.lora.lora_registry import LoRARef
@@ -76,7 +71,6 @@ def parts_of(module, rows):
 
 
 def in_vllm(base, adapter):
-    """What vLLM's manager holds on the CPU."""
     import_module("ckptkit.verify.witnesses.vllm.platform").choose_platform(SCRATCH)
     from unittest.mock import patch
 
@@ -94,7 +88,7 @@ def in_vllm(base, adapter):
         return kept["config"]
 
     with patch.object(arg_utils, "EngineArgs", with_lora), patch.object(engine, "configure", noted):
-        model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+        model = engine.build(ModelBuild(base, SCRATCH), load_weights, PhaseLog(SCRATCH / "report"))
     from vllm.config import set_current_vllm_config
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -115,15 +109,11 @@ def in_vllm(base, adapter):
     return found
 
 
-def unpinned(make):
-    """What makes a tensor, in memory that no GPU needs to reach."""
-    return lambda *words, pin_memory=False, **given: make(*words, **given)
-
-
 def main():
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
-    for name in ("tensor", "zeros", "empty"):
-        setattr(torch, name, unpinned(getattr(torch, name)))
+    for make in (torch.tensor, torch.zeros, torch.empty):
+        unpinned = lambda *words, make=make, pin_memory=False, **given: make(*words, **given)  # noqa: E731
+        setattr(torch, make.__name__, unpinned)
     load = {"sglang": in_sglang, "vllm": in_vllm}[sys.argv[1]]
     for base, adapter, output in json.loads(Path(sys.argv[2]).read_text()):
         try:

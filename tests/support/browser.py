@@ -82,7 +82,6 @@ class Page:
 
 @contextmanager
 def page(profile):
-    """A tab of a browser of its own."""
     (read_here, write_there), (read_there, write_here) = os.pipe(), os.pipe()
 
     def arrange():

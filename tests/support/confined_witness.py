@@ -37,7 +37,6 @@ def tell(folder, asked):
 
 
 def path(folder, asked):
-    """Writes down from where this process and those that it starts import, and where they run."""
     tell = "import os, sys; print([os.getcwd(), *sys.path])"
     kinds = {"-c": ["-c", tell], "stdin": ["-"], "-m": ["-m", "support.confined_witness"], "file": [__file__]}
     found = {"own": [os.getcwd(), *sys.path]}

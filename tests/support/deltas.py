@@ -8,19 +8,16 @@ slime/utils/disk_delta.py. miles 31f1ca96 and vime 03a8e1bf have the same functi
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
 
 import torch
 import xxhash
 import zstandard
 from blake3 import blake3
 from safetensors.torch import save_file
-from torch import Tensor
 
 from support.models import tensors
 
 INDEX = "model.safetensors.index.json"
-State = Mapping[str, Tensor]
 
 
 def version_at(root, number):
@@ -103,6 +100,5 @@ def edit_index(path, **metadata):
 
 
 def renumber(root, old, new):
-    """Copies a version to another number, and has its index say so."""
     shutil.copytree(version_at(root, old), version_at(root, new), dirs_exist_ok=True)
     edit_index(version_at(root, new), version=f"{new:06d}", base_version=f"{new - 1:06d}")

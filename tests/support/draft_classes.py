@@ -67,7 +67,6 @@ def tokens_of(model):
 
 
 def load(name, target, draft, phases):
-    """Builds and loads one draft model."""
     engine = import_module(f"ckptkit.verify.witnesses.{name}.adapter")
     seen = Seen(engine)
     if name == "sglang":

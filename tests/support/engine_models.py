@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
-    PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -55,11 +53,9 @@ MLA = {
 _SMALLER = {"vocab_size": 320, "num_hidden_layers": 5, "head_dim": 64, "max_position_embeddings": 256}
 FOR_MARLIN = {**SIZES, **EXPERTS, **_SMALLER}
 del FOR_MARLIN["tie_word_embeddings"]
-Model = tuple[str, Callable[[], PretrainedConfig]]
 
 
 def for_marlin(experts, **more):
-    """Configs of those sizes by family; `more` is of GLM-4.5."""
     glm = {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
     return {
         "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=experts, norm_topk_prob=True),
@@ -68,7 +64,6 @@ def for_marlin(experts, **more):
 
 
 def model_of(family, config, sizes=SIZES, **more):
-    """The test model to save, and its config with other sizes."""
     return family, partial(config, **{**sizes, **more})
 
 

@@ -67,7 +67,6 @@ def _projection(name):
 
 
 def fp8_block(weight, size=128, *, powers=False):
-    """Codes and scales by absmax/448 in float32, rounded up to a power of two where asked."""
     rows, columns = weight.shape
     cut = blocks(weight, size, size)
     scale = cut.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / 448
@@ -144,7 +143,6 @@ def deepseek_v4(module, weight):
 
 
 def nvfp4(weight, whole=AMAX / 2688):
-    """Codes and block scales, for this scale of the tensor."""
     groups = weight.float().unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1) / (6 * whole)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     return nearest((groups / (scale.float() * whole).unsqueeze(-1)).flatten(1), TO_EVEN), scale

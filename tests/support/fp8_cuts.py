@@ -6,7 +6,6 @@ refuses to build. Layers are made on the meta device, by the classes that the en
 
 import json
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 BLOCK, HIDDEN = [128, 128], 512
 REFUSAL = "is not divisible by weight quantization block"
-Layers = Mapping[str, Callable[[], object]]
 
 
 def refused(layers):

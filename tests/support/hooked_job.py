@@ -1,39 +1,38 @@
-"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT`.
+"""A small training job of real Megatron that calls the hooks.
 
 Two ranks on the CPU build GPTModel chunks, wrap them as a trainer does, load, and call the hooks as slime and miles do,
-first as they should be and then with a fault planted. OUT/RANK.json gets, by layout and case, what was said on standard
-error and what was raised. `run` starts it.
+first as they should be and then with a fault planted.
 """
 
 import contextlib
 import io
 import json
 import os
-import sys
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from support.forking import ran
+from support.calls import call
 from support.processes import fork_ranks
 
 LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel size of two ranks
-Found = dict[str, dict[str, list[dict[str, str]]]]
 
 
 def run(hf, megatron, out):
-    """By layout and case: what each rank said, and what it raised, "" where nothing."""
+    """By layout and case: what each rank said on standard error, and what it raised, "" where nothing."""
     out.mkdir()
-    ended_well = ran("megatron", out / "log", "support.hooked_job", hf, megatron, out)
-    assert ended_well, (out / "log").read_text()[-3000:]
+    call("megatron", _ranks, hf, megatron, out)
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in LAYOUTS}
 
 
 # What follows runs in that process.
+
+
+def _ranks(hf, megatron, out):
+    assert fork_ranks(2, partial(_rank, hf, megatron, out))
 
 
 def _wrapped(core):
@@ -133,14 +132,3 @@ def _rank(hf, megatron, out, rank):
         found[layout] = dict(_cases(args, core, [wrapped], rank, hf))
     (out / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-def main():
-    import ckptkit.verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
-
-    hf, megatron, out = map(Path, sys.argv[1:])
-    sys.exit(not fork_ranks(2, partial(_rank, hf, megatron, out)))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,6 @@ RAY, PLAIN = ((_TEXTS / f"{name}.sh").read_text() for name in ("ray", "plain"))
 
 @dataclass(frozen=True)
 class Family:
-    """A release, the model's script, and sizes that suit it."""
-
     release: str
     model: str
     sizes: str
@@ -33,7 +31,6 @@ FAMILIES = {
 
 
 def arguments_of(words, environment=None):
-    """What texts say of the parallel sizes of a launch."""
     found = [Word(word) for word in words]
     return launch_arguments(parse_arguments(found), found, environment)
 

@@ -1,11 +1,8 @@
 """Looks into and changes what real Megatron saved in its legacy format, one file a rank."""
 
 import warnings
-from typing import Any
 
 import torch
-
-State = dict[str, Any]
 
 FILE = "model_optim_rng.pt"
 

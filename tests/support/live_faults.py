@@ -6,7 +6,6 @@ OUT/FAULT gets the report of each fault that touches the model, and OUT/none tha
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from support import models
 from support.processes import run_logged
-from support.sync_faults import FAULTS, Pair, faults_of
+from support.sync_faults import FAULTS, faults_of
 from support.vllm_logits import SETTINGS
 
 NONE = "none"
@@ -26,11 +25,9 @@ ADAPTERS = {
     "vllm": ("ckptkit.verify.witnesses.vllm.live.server", "ckptkit.verify.witnesses.vllm.live.worker"),
     "sglang": ("ckptkit.verify.witnesses.sglang.live.server",) * 2,
 }
-Buckets = Callable[[HfCheckpoint], Iterator[list[Pair]]]
 
 
 def reports(root, path, engine="vllm", *, program=sys.executable, gpu=False):
-    """The report of each fault, by the engine in the Python `program`."""
     words = (engine, root, path)
     ended = run_logged(root / "log", "support.live_faults", *words, gpu=gpu, limit_s=1200, program=program)
     assert ended, (root / "log").read_text(errors="replace")[-5000:]

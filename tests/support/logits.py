@@ -8,7 +8,6 @@ from families.case import save, tokens
 
 
 def sized(name, sizes):
-    """The test model, with other sizes in the config of its text model: those that an engine's kernels take."""
     case = HF_CASES[name]
 
     def config():

@@ -30,7 +30,6 @@ def rms_norm(tensor, factor, eps):
 
 
 def hadamard(tensor):
-    """The normalized Walsh-Hadamard transform of the last axis (a power of two), as `rotate_activation` computes it."""
     size, step = tensor.shape[-1], 1
     result = tensor
     while step < size:
@@ -67,7 +66,6 @@ def scan(x, dt, rates, b, c, chunk_size, **more):
 
 
 def _norm_over_heads(self, tensor):
-    """Of [sequence, batch, heads of this rank, head size], over the last two axes of all ranks."""
     square = tensor.float().square().sum((-2, -1), keepdim=True)
     torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
     scaled = tensor.float() * torch.rsqrt(square / self.width + self.eps)

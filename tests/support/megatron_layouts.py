@@ -24,6 +24,5 @@ def two_of(number, experts, impossible=()):
 
 
 def judge(subject):
-    """All findings of the checks of Megatron, from one launch, and what each compared."""
     tallies = {code: Tally() for code in CHECKS}
     return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies

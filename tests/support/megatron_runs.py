@@ -1,10 +1,8 @@
 """Real Megatron for tests, in processes of their own: logits of given weights."""
 
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from ckptkit.converters.planner import to_megatron
 from ckptkit.formats.hf.reader import HfCheckpoint
-from support.forking import run_module
+from support.calls import call
 
 
 @dataclass(frozen=True)
@@ -29,33 +27,29 @@ def in_megatron(path):
 
 def logits_of(cases, tokens):
     """Logits [batch, sequence, vocabulary] that Megatron computes for each case, in one process, float32."""
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        torch.save({"cases": {name: vars(case) for name, case in cases.items()}, "tokens": tokens}, scratch / "in.pt")
-        run_module("megatron", "support.megatron_runs", scratch)
-        return dict(torch.load(scratch / "out.pt"))
+    return call("megatron", _logits, dict(cases), tokens)
 
 
 # What follows runs in that process.
 
 
-def _run_logits(scratch):
+def _logits(cases, tokens):
     from ckptkit.converters.megatron.parallel import ParallelSizes
     from ckptkit.converters.planner import dims_of
     from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, logits
     from support.megatron_layers import compute_layers
 
-    content = torch.load(scratch / "in.pt", weights_only=False)
-    connect(ParallelSizes(), 0, str(scratch / "store"))
-    compute_layers()
-    found = {}
-    for name, values in content["cases"].items():
-        case = Case(**values)
-        dims = dims_of(case.config)
-        (model,) = build_chunks(dims, MegatronBuild(ParallelSizes(), torch.float32))
-        _assign(model, case, dims.experts)
-        found[name] = logits(model, content["tokens"])[..., : dims.vocab]
-    torch.save(found, scratch / "out.pt")
+    with TemporaryDirectory() as folder:
+        connect(ParallelSizes(), 0, f"{folder}/store")
+        compute_layers()
+        found = {}
+        for name, case in cases.items():
+            dims = dims_of(case.config)
+            (model,) = build_chunks(dims, MegatronBuild(ParallelSizes(), torch.float32))
+            _assign(model, case, dims.experts)
+            found[name] = logits(model, tokens)[..., : dims.vocab]
+        torch.distributed.destroy_process_group()
+    return found
 
 
 def _assign(model, case, experts):
@@ -69,12 +63,3 @@ def _assign(model, case, experts):
         whole = case.tensors[global_name(local, layers_of_chunk(model), range(experts), rules)]
         # The vocabulary of the model is padded, that of the tensors is not.
         held[: whole.shape[0]].copy_(whole)
-
-
-def main():
-    _run_logits(Path(sys.argv[1]))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,20 +5,19 @@ which rank writes: Megatron-LM `training/checkpointing.py`.
 """
 
 import multiprocessing
-import sys
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from ckptkit.converters.megatron.parallel import ParallelSizes
-from support.forking import run_module
+from support.calls import call
 from support.processes import fork_ranks
 
 ITERATION = 10
@@ -59,22 +58,18 @@ SAVES = {
 
 def save_with_megatron(saves, world):
     """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
-        run_module("megatron", "support.megatron_saves", folder, world)
+    call("megatron", _ranks, list(saves), world)
 
 
 # What follows runs in a process of its own, which becomes that of all the ranks.
 
 
-def main():
-    folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noqa: F401
-
-    sys.exit(not fork_ranks(world, partial(_rank, folder, world)))
+def _ranks(saves, world):
+    with TemporaryDirectory() as folder:
+        assert fork_ranks(world, partial(_rank, saves, folder, world))
 
 
-def _rank(folder, world, rank):
+def _rank(saves, folder, world, rank):
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -83,14 +78,13 @@ def _rank(folder, world, rank):
     pretend_cuda()
     # Megatron starts the process that has this queue anew, which imports everything again: six seconds a rank.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    for index, values in enumerate(torch.load(folder / "in.pt", weights_only=False)):
+    for index, save in enumerate(saves):
         # Groups of its own for each save: those of sizes that are done would keep their threads, which slow all down.
         # The limit ends ranks whose parent was killed.
         store = f"file://{folder}/store-{index}"
         torch.distributed.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
         )
-        save = Save(**values)
         lay_out(save.sizes)
         _save(save, rank)
         torch.distributed.barrier()
@@ -128,7 +122,6 @@ def _save(save, rank):
 
 
 def _args(save, dims):
-    """The training arguments, as Megatron-LM has them in memory when it saves."""
     from argparse import Namespace
 
     from megatron.core.transformer.enums import AttnBackend
@@ -247,7 +240,6 @@ def _moments(save, model):
 
 
 def _moment(sharded, prefix):
-    """The first moment of a parameter as Megatron's optimizer saves it; nothing for what is not a parameter."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
@@ -307,7 +299,3 @@ def _into_one_buffer(chunk):
     buffer = torch.cat([parameter.data.flatten() for parameter in parameters])
     for parameter, part in zip(parameters, buffer.split([parameter.numel() for parameter in parameters]), strict=True):
         parameter.data = part.view_as(parameter)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,23 @@
 """What real Megatron says to parallel sizes: builds rank 0 of a model in its own process, in a group of no ranks."""
 
-import json
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
-from ckptkit.converters.megatron.parallel import ParallelSizes
-from support.forking import run_module
+from support.calls import call
 
 
-def refused_by_megatron(cases, scratch):
+def refused_by_megatron(cases):
     """For each HF config and sizes, what Megatron raises when it builds the model, or None."""
-    (scratch / "in.json").write_text(json.dumps([[dict(config), asdict(sizes)] for config, sizes in cases]))
-    run_module("megatron", "support.megatron_sizes", scratch)
-    return json.loads((scratch / "out.json").read_text())
+    return call("megatron", _refused, list(cases))
 
 
 # What follows runs in that process.
+
+
+def _refused(cases):
+    from ckptkit.verify.witnesses.megatron.model import pretend_cuda
+
+    pretend_cuda()
+    return [_built(config, sizes) for config, sizes in cases]
 
 
 def _built(config, sizes):
@@ -49,16 +50,3 @@ def _built(config, sizes):
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
     return None
-
-
-def main():
-    from ckptkit.verify.witnesses.megatron.model import pretend_cuda
-
-    pretend_cuda()
-    scratch = Path(sys.argv[1])
-    cases = json.loads((scratch / "in.json").read_text())
-    (scratch / "out.json").write_text(json.dumps([_built(config, ParallelSizes(**sizes)) for config, sizes in cases]))
-
-
-if __name__ == "__main__":
-    main()

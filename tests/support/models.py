@@ -1,7 +1,6 @@
 """Small models with random seeded weights, made by transformers: the independent truth that tests compare with."""
 
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.core.specs import TensorSpec
 
-Tensors = Path | Mapping[str, torch.Tensor]
 NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 
 # How names begin of what an engine's class of a model leaves aside, and no draft class of `DRAFTS` takes.
@@ -18,7 +16,6 @@ UNREAD = {"exaone_moe": ("mtp.",), "qwen3_omni_moe": ("talker.", "code2wav.")}
 
 
 def configs():
-    """The models that tests of everything but families start from: dense and MoE, tied and untied."""
     return {name: HF_CASES[name].config() for name in NAMES}
 
 
@@ -56,7 +53,6 @@ def edit(path, name, tensor):
 
 
 def edit_metadata(path, change):
-    """Rewrites the `.metadata` of a torch_dist directory after `change`."""
     with (path / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     change(metadata)

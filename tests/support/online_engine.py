@@ -114,7 +114,6 @@ def steps(order, compiled):
 
 
 def run(root, orders):
-    """Results by order and step, as far as it came, and the end of the log."""
     (root / "orders.json").write_text(json.dumps(orders))
     run_logged(root / "log", "support.online_engine", root / "orders.json", gpu=True)
     found = defaultdict(dict)

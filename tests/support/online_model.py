@@ -23,7 +23,6 @@ def config(ignore=KIMI, grid="minmax", **weights):
 
 
 def release(prefix="model.", layers=2, experts=3):
-    """The BF16 tensors of a small model in the manner of Kimi K2."""
     shapes = {f"{prefix}embed_tokens.weight": (96, 128), f"{prefix}norm.weight": (128,), "lm_head.weight": (96, 128)}
     for layer in range(layers):
         here = f"{prefix}layers.{layer}."
@@ -38,7 +37,6 @@ def release(prefix="model.", layers=2, experts=3):
 
 
 def names_of(tensors, packed=lambda name: ".mlp.experts." in name):
-    """The names of an INT4 checkpoint of these tensors."""
     return [
         name + ending for name in tensors for ending in (("_packed", "_scale", "_shape") if packed(name) else ("",))
     ]

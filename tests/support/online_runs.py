@@ -1,18 +1,13 @@
-"""Updates real SGLang models online, on the CPU, many in one process: `python -m support.online_runs ORDERS.json`.
+"""Updates real SGLang models online, on the CPU, many in one process.
 
-Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
-trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
-Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.layouts.marlin`. `run` starts that.
+The model and its `load_weights` are SGLang's own; of the repacking for Marlin only the CUDA kernels are replaced, by
+`ckptkit.verify.witnesses.loading.layouts.marlin`.
 """
 
-import json
-import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -21,9 +16,7 @@ from ckptkit.quant.online.quantizer import OnlineQuantizer
 from ckptkit.verify.evidence.extremes import as_integers
 from ckptkit.verify.witnesses.loading.bits import poison
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_weight
-from support.forking import ran
-
-State = Mapping[str, Tensor]
+from support.calls import call
 
 
 def state(model):
@@ -47,7 +40,7 @@ def swapped(name):
 
 
 def update(model, online, weights):
-    """One update, bucket by bucket, with everything in ruins at its beginning. What was loaded, before repacking."""
+    """One update over poisoned parameters. Returns what was loaded, before repacking."""
     sglang_reload.begin(model, [])
     poison(parameter for _, parameter in model.named_parameters())
     for bucket in online.stream(weights):
@@ -76,13 +69,7 @@ def message(call):
     return ""
 
 
-def examine(
-    order,
-    report,
-    model,
-    weights,
-    device,
-):
+def examine(order, report, model, weights, device):
     """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
     poison(parameter for _, parameter in model.named_parameters())
     model.load_weights(weights)
@@ -107,7 +94,6 @@ def examine(
 
 
 def broken(model, online, path, ready):
-    """What other weights, an update that lacks an expert, and weights outside an update do."""
     report = {}
     update(model, online, trainer(path, swapped))
     report["altered"] = sorted(differing(state(model), ready))
@@ -130,32 +116,25 @@ def without_cuda():
 
 
 def marlin_experts(words):
-    """[experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
+    """Of [experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
     return marlin_weight(words.transpose(0, 1).flatten(1)).unflatten(1, (len(words), -1)).transpose(0, 1).contiguous()
 
 
 def run(root, orders):
-    (root / "orders.json").write_text(json.dumps(orders, default=str))
-    ran("sglang", root / "log", "support.online_runs", root / "orders.json")
-    assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
-    return json.loads((root / "report.json").read_text())
+    """A report of each order: `int4` is the directory that is served, `bf16` the trainer's."""
+    return call("sglang", _reports, root, orders)
 
 
-def main():
+def _reports(root, orders):
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
     from ckptkit.verify.witnesses.process.exit_report import PhaseLog
     from ckptkit.verify.witnesses.sglang.adapter import build
 
-    path = Path(sys.argv[1])
     without_cuda()
     reports = {}
-    for name, order in json.loads(path.read_text()).items():
-        (scratch := path.parent / f"scratch-{name}").mkdir()
+    for name, order in orders.items():
+        (scratch := root / f"scratch-{name}").mkdir()
         reports[name] = {}
         examined = partial(examine, order, reports[name])
         build(ModelBuild(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
-    (path.parent / "report.json").write_text(json.dumps(reports))
-
-
-if __name__ == "__main__":
-    main()
+    return reports

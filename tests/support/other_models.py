@@ -35,7 +35,6 @@ def class_for(model_type):
 
 
 def small_config(kind):
-    """A config of this class with small sizes, wherever the class knows them by the usual names."""
     usual = kind()
     given = {name: size for name, size in _SIZES.items() if isinstance(getattr(usual, name, None), int)}
     for name, value in vars(usual).items():

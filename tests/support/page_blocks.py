@@ -106,7 +106,6 @@ def _in_process(words):
 
 
 def bash(text, programs, **variables):
-    """Runs a block as a script. Programs in the directory `programs` come before those of this machine."""
     found = environment(**variables)
     found["PATH"] = f"{programs}:{found['PATH']}"
     return subprocess.run(["bash", "-c", text], env=found, capture_output=True, text=True, check=False)

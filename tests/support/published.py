@@ -1,9 +1,10 @@
 """Ignore lists as they are published, with the models that they belong to, cut to four layers."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from releases.record import unfolded
 
 LAYERS, EXPERTS = 4, 12
 # Sizes of no importance, as families read them.
@@ -84,7 +85,6 @@ def packed(module):
 
 
 def kimi_names():
-    """The index of Kimi-K2-Thinking: routed experts packed, everything else not."""
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
@@ -113,18 +113,6 @@ def kimi_names():
 PUBLISHED_FILE = Path(__file__).parents[1] / "quant/ignore/published_configs.json"
 PUBLISHED = {entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]}
 _NUMBERS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-
-
-def unfolded(name):
-    """Yields the names that a folded one stands for: `layers.{0..2,5}.mlp` is four."""
-    match = re.search(r"\{([\d.,]+)\}", name)
-    if match is None:
-        yield name
-        return
-    for part in match[1].split(","):
-        first, _, last = part.partition("..")
-        for number in range(int(first), int(last or first) + 1):
-            yield from unfolded(f"{name[: match.start()]}{number}{name[match.end() :]}")
 
 
 def restored(value):

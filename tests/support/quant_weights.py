@@ -39,7 +39,6 @@ def hard_weights(dtype, columns=256):
 
 
 def ct_scheme(scheme):
-    """The scheme in compressed-tensors' own words."""
     args = QuantizationArgs(
         num_bits=4,
         type="int",

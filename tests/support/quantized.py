@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from support import models
 
 # A weight to its parts, by what is appended to its name, and to what these mean.
 Quantizer = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
-Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -198,7 +196,6 @@ def mxfp4(experts):
 
 
 def group_config(form, *groups, ignore=("lm_head",)):
-    """A quantization_config of these groups, as compressed-tensors writes it."""
     return {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -1,7 +1,5 @@
 """Servers that tests read from and write to: moto's S3 in a process of its own, and proxies that break it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -30,7 +28,6 @@ class Bucket:
 
     @classmethod
     def new(cls, address):
-        """An empty bucket of a name that nothing else has."""
         client = boto3.client("s3", endpoint_url=address)
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         client.create_bucket(Bucket=name)
@@ -77,7 +74,6 @@ def use_s3(monkeypatch, address):
 
 
 def free_port():
-    """A port that nothing listened on a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -85,7 +81,6 @@ def free_port():
 
 @contextmanager
 def s3_server(log):
-    """The address of a running S3 server with nothing in it; what it says goes to `log`."""
     port = free_port()
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -130,7 +125,6 @@ class SilentHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler):
-    """The address of an HTTP server, in a thread, that answers as `handler` does."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
@@ -145,8 +139,6 @@ def serving(handler):
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for, and how many bytes it got."""
-
     method: str
     path: str
     range: str | None

@@ -5,8 +5,8 @@
 
 import json
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from copy import deepcopy
+from types import SimpleNamespace
 
 import torch
 from tokenizers import Tokenizer, decoders
@@ -25,40 +25,34 @@ TEMPLATE = (
 )
 
 
-@dataclass
-class Sample:
+_FIELDS = {
+    **dict.fromkeys(("group_index", "index", "rollout_id")),
+    "prompt": "",
+    "tokens": [],
+    **dict.fromkeys(("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")),
+    "apply_chat_template_kwargs": {},
+    "response": "",
+    "response_length": 0,
+    **dict.fromkeys(("label", "reward", "loss_mask")),
+    "weight_versions": [],
+    **dict.fromkeys(("rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")),
+    "rollout_routed_experts": None,
+    "remove_sample": False,
+    "teacher_log_probs": None,
+    "status": "completed",
+    "metadata": {},
+    **dict.fromkeys(("generate_function_path", "custom_rm_path", "train_metadata", "session_id")),
+    "non_generation_time": 0.0,
+    "spec_info": {"spec_accept_token_num": 0, "spec_verify_ct": 0},
+    "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": 12},
+}
+
+
+class Sample(SimpleNamespace):
     """A prompt with a response, with slime's fields in slime's order."""
 
-    group_index: int | None = None
-    index: int | None = None
-    rollout_id: int | None = None
-    prompt: str | list[dict[str, str]] = ""
-    tokens: Any = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
-    multimodal_train_input_id: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    response: str = ""
-    response_length: int = 0
-    label: str | None = None
-    reward: float | None = None
-    loss_mask: list[int] | None = None
-    weight_versions: list[str] = field(default_factory=list)
-    rollout_log_probs: Any = None
-    rollout_top_p_token_ids: Any = None
-    rollout_top_p_token_offsets: Any = None
-    rollout_routed_experts: Any = None
-    remove_sample: bool = False
-    teacher_log_probs: list[float] | None = None
-    status: str = "completed"
-    metadata: Any = field(default_factory=dict)
-    generate_function_path: str | None = None
-    custom_rm_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
-    session_id: str | None = None
-    non_generation_time: float = 0.0
-    spec_info: dict[str, int] = field(default_factory=lambda: {"spec_accept_token_num": 0, "spec_verify_ct": 0})
-    prefix_cache_info: dict[str, int] = field(default_factory=lambda: {"cached_tokens": 0, "total_prompt_tokens": 12})
+    def __init__(self, **fields):
+        super().__init__(**deepcopy(_FIELDS) | fields)
 
     def to_dict(self):
         return self.__dict__.copy()
@@ -111,7 +105,6 @@ def samples(tokens, log_probs, **fields):
 
 
 def text_of(ids):
-    """The text of tokens that are printable ASCII or special."""
     letters = {number: character for character, number in BYTES.items()} | dict(enumerate(SPECIAL))
     return "".join(letters[one] for one in ids)
 
@@ -122,7 +115,6 @@ def ids_of(text):
 
 
 def add_tokenizer(path, template=TEMPLATE):
-    """A tokenizer of single bytes, as Qwen2's with all merges left out, and a chat template."""
     vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

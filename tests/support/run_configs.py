@@ -44,7 +44,6 @@ def bridge_settings(dims, args):
 
 
 def run_config(name):
-    """run_config.yaml of this model: the real TransformerConfig, by Megatron's own YAML where this release has it."""
     dims = dims_of(CASES[name].config().to_dict())
     args = megatron_args(dims, MCORE)
     config = transformer_config(dims, args, MegatronBuild(ParallelSizes(tp=2), torch.bfloat16))

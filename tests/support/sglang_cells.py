@@ -118,14 +118,11 @@ def checkpoint(cell, root, reader="sglang"):
 
 
 def values(case):
-    """The bytes of every tensor of a case's values, by the safetensors library alone."""
     return {name: tensor.nbytes for name, tensor in models.tensors(case.source or case.checkpoint).items()}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: one of the five words, and why."""
-
     word: str
     why: str = ""
 
@@ -144,7 +141,6 @@ def judged(cell, run, sizes):
 
 
 def troubles(report, sizes, streamed):
-    """Names, and what is wrong with them."""
     for seen in (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ())):
         yield seen.tensor, seen.what
     for name in report.computed:

@@ -1,13 +1,11 @@
-"""Logits by SGLang's own forward pass on the CPU, no kernels: `python -m support.sglang_cpu_logits MODELS OUT`.
+"""Logits by SGLang's own forward pass on the CPU, without kernels.
 
-MODELS has a model in each directory. For each, OUT gets NAME.pt, the logits of `families.case.tokens` in float32
-[2, 16, vocabulary], or NAME.txt with what SGLang raised. SGLang has torch paths for most of what its model classes
-compute. Ours is only the memory for keys and values, and experts are told to take SGLang's torch path. `run` starts it.
+SGLang has torch paths for most of what its model classes compute. Ours is only the memory for keys and values, and
+experts are told to take SGLang's torch path.
 """
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -17,17 +15,12 @@ from torch import Tensor, nn
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog, describe_error
 from ckptkit.verify.witnesses.sglang.adapter import build
-from support.forking import ran
-
-Weights = Iterator[tuple[str, Tensor]]
+from support.calls import call
 
 
-def run(models, out, log):
-    """The logits, or what was raised, by the name of the model's directory."""
-    out.mkdir()
-    assert ran("sglang", log, "support.sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
-    logits = {path.stem: torch.load(path) for path in out.glob("*.pt")}
-    return logits | {path.stem: path.read_text() for path in out.glob("*.txt")}
+def run(paths):
+    """By name of the model's directory: logits of `families.case.tokens` [2, 16, vocabulary], or what SGLang raised."""
+    return call("sglang", _answers, paths)
 
 
 class Memory:
@@ -91,19 +84,18 @@ def logits_of(model, prompts):
     return result.float().view(count, length, -1)
 
 
-def main():
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    for path in sorted(models.iterdir()):
-
-        def loading(model, weights, device):
-            model.load_weights(weights)
-
-        try:
-            model = build(ModelBuild(path, out), loading, PhaseLog(out / "report"))
-            torch.save(logits_of(model, tokens()), out / f"{path.name}.pt")
-        except Exception as error:  # noqa: BLE001 - it is the answer
-            (out / f"{path.name}.txt").write_text(describe_error(error))
+def _answers(paths):
+    found = {}
+    with TemporaryDirectory() as folder:
+        for path in paths:
+            try:
+                model = build(ModelBuild(path, Path(folder)), load_weights, PhaseLog(Path(folder) / "report"))
+                found[path.name] = logits_of(model, tokens())
+            except Exception as error:  # noqa: BLE001 - it is the answer
+                found[path.name] = describe_error(error)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def load_weights(model, weights, device):
+    """A loader for an adapter's `build`."""
+    model.load_weights(weights)

@@ -13,10 +13,7 @@ from support.sglang_families import CLEAN
 
 EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, which no group of 32 divides
 # Others with such inputs.
-ODD = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS),
-    "step3p": r"re:.*\.share_expert\..*",
-}
+ODD = {**dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS), "step3p": r"re:.*\.share_expert\..*"}
 # Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It
 # runs Gemma 4's unified text model and Seed-OSS by transformers' classes, whose layers no target of a config names.
 NOT_INT4 = ("bailing_moe", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_omni", "seed_oss")
@@ -48,7 +45,6 @@ def _in_fp8(config):
 
 
 def options_of(label):
-    """The scheme of a label of `LABELS`."""
     kind, _, name = label.rpartition(" ")
     if kind == "groups":
         return INT4[name]
@@ -58,7 +54,6 @@ def options_of(label):
 
 
 def write_all(root, labels):
-    """Makes the checkpoints of these labels, and gives each with its path."""
     for label in labels:
         kind, _, name = label.rpartition(" ")
         if not (plain := root / name).exists():

@@ -1,15 +1,10 @@
-"""Asks the real SGLang which names it looks up in `ignore`: `python -m support.sglang_layers CONFIGS.json OUT.json`.
-
-CONFIGS is {case: content of config.json}. Each model class is built on the meta device. `looked_up` starts that.
-"""
+"""Asks the real SGLang which names it looks up in `ignore`; each model class is built on the meta device."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 
-from support.forking import ran
+from support.calls import call
 from support.sglang_runs import int4_config
 
 # Everything is ignored, so that no layer asks for a kernel.
@@ -18,21 +13,14 @@ QUANTIZATION = int4_config(["re:.*"], 32)
 
 def looked_up(configs, root):
     """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
-    (root / "configs.json").write_text(json.dumps(configs))
-    ended_well = ran("sglang", root / "log", "support.sglang_layers", root / "configs.json", root / "out.json")
-    assert ended_well, (root / "log").read_text()[-2000:]
-    return json.loads((root / "out.json").read_text())
+    for name, config in configs.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
+    return call("sglang", _all_look_ups, [root / name for name in configs])
 
 
-def main(configs, out):
-    """Builds all of them in this process, since starting SGLang is what takes time."""
-    found = {}
-    for name, config in json.loads(configs.read_text()).items():
-        directory = configs.parent / name
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
-        found[name] = _look_ups(directory)
-    out.write_text(json.dumps(found))
+def _all_look_ups(directories):
+    return {directory.name: _look_ups(directory) for directory in directories}
 
 
 def _look_ups(directory):
@@ -62,7 +50,3 @@ def _look_ups(directory):
         "names": names,
         "packed_modules_mapping": quant_config.packed_modules_mapping,
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

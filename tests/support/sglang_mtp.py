@@ -1,10 +1,9 @@
-"""Runs the forward pass of SGLang's own multi-token prediction classes: `python -m support.sglang_mtp IN.pt OUT.pt`.
+"""Runs the forward pass of SGLang's own multi-token prediction classes.
 
 Only what needs a GPU is replaced: norms and linear layers by torch's, the decoder layer by transformers'. SGLang
-decides the order in which a class joins embedding and hidden state, and for MiMo the names of weights. `run` starts it.
+decides the order in which a class joins embedding and hidden state, and for MiMo the names of weights.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support.forking import run_module
+from support.calls import call
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,9 @@ class Job:
     hidden: Tensor
 
 
-def run(scratch, jobs):
-    """Hidden states [sequence, hidden] behind each layer's last norm.
-
-    One process runs all, since importing SGLang takes longer than any layer.
-    """
-    torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
-    run_module("sglang", "support.sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
-    return torch.load(scratch / "sglang-out.pt")
+def run(jobs):
+    """Hidden states [sequence, hidden] behind each layer's last norm."""
+    return call("sglang", _outputs, jobs)
 
 
 class Block(nn.Module):
@@ -181,11 +175,6 @@ def _output(job):
     return model(None, positions, batch, input_embeds=embedded)
 
 
-def main():
-    jobs = [Job(**content) for content in torch.load(sys.argv[1], weights_only=False)]
+def _outputs(jobs):
     with torch.no_grad():
-        torch.save([_output(job) for job in jobs], sys.argv[2])
-
-
-if __name__ == "__main__":
-    main()
+        return [_output(job) for job in jobs]

@@ -5,18 +5,15 @@ of ALTER}. `run_cases` starts that. Also what the tests quantize with: a formula
 test.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,11 +28,7 @@ from ckptkit.verify.witnesses.sglang.facts import SGLANG
 from support.forking import ran
 from support.processes import run_logged
 
-if TYPE_CHECKING:
-    pass
-
 Weights = Iterator[tuple[str, Tensor]]
-Start = Callable[..., bool]
 
 
 # A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
@@ -86,7 +79,6 @@ def swapped_scales(weights):
 
 
 def one_bit(weights):
-    """The lowest bit of one element of one tensor flipped."""
     for name, tensor in weights:
         if name == "model.layers.7.self_attn.k_proj.weight":
             tensor = tensor.clone()
@@ -205,15 +197,7 @@ def written(root, name, release, tensors, **config):
     return path
 
 
-def run_cases(
-    cases,
-    root,
-    *,
-    gpu=False,
-    sizes=ONE_RANK,
-    engine=SGLANG,
-    start=None,
-):
+def run_cases(cases, root, *, gpu=False, sizes=ONE_RANK, engine=SGLANG, start=None):
     """What an engine made of every case, on the CPU unless `gpu`, in a process a rank.
 
     `start` starts such a process, with its log and the words behind `python -m`. After a crash new processes go on with
@@ -222,13 +206,7 @@ def run_cases(
     orders = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
-        job = LoadJob(
-            engine.adapter,
-            case.checkpoint,
-            source=case.source,
-            report=str(scratch / "report"),
-            sizes=sizes,
-        )
+        job = LoadJob(engine.adapter, case.checkpoint, source=case.source, report=str(scratch / "report"), sizes=sizes)
         orders[name] = {"job": asdict(job), "alter": case.alter}
     runs = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
@@ -252,9 +230,7 @@ def run_cases(
     return runs
 
 
-Cases = Mapping[str, Case]
 Runs = Mapping[str, Answer[LoadReport]]
-Judged = Callable[[str], tuple[Any, Any, Any]]
 
 
 def reported(run):
@@ -263,7 +239,6 @@ def reported(run):
 
 
 def draft_of(run):
-    """What was seen of the draft model."""
     return run.report.draft_model if run.report else None
 
 

@@ -9,11 +9,9 @@ import json
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import MixtralConfig
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB = 6, 256, 8, 4, 32, 192, 4, 320
-Tensors = dict[str, Tensor]
 
 
 def _sizes(count, spread, generator):
@@ -63,7 +61,6 @@ def structured(seed=0):
 
 
 def unstructured(seed=0):
-    """The same shapes with random numbers, norms aside."""
     random = torch.Generator().manual_seed(seed)
     return {
         name: tensor if tensor.dim() == 1 else (torch.randn(tensor.shape, generator=random) / 16).bfloat16()

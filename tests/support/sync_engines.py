@@ -3,11 +3,8 @@
 How Qwen3-MoE is fused and cut is written out here by hand, one rank after another, and shares nothing with ckptkit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +14,18 @@ from torch import Tensor
 from support.remote_servers import SilentHandler, serving
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, INTER, VOCAB = 3, 8, 4, 2, 4, 4, 8, 100
-Answer = Callable[[str, Mapping[str, Any]], tuple[int, Mapping[str, Any]]]
+
+
+def raw(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def sha256(tensor):
+    return hashlib.sha256(raw(tensor)).hexdigest()
 
 
 def digest(tensor):
-    """As SGLang's on a CPU: of the bytes in row-major order."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return sha256(tensor)[:16]
 
 
 @contextmanager
@@ -200,14 +203,9 @@ class FakeVllm(FakeEngine):
                 return 404, {"detail": "Not Found"}
 
 
-def sha256(tensor):
-    """As vLLM computes it."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def mixed(tensor):
     """As ckptkit's worker extension computes it: splitmix64 of each word of 8 bytes with its place, summed."""
-    found = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    found = bytearray(raw(tensor))
     size, mask, total = len(found), (1 << 64) - 1, len(found)
     found += bytes(-size % 8)
     for place in range(len(found) // 8):

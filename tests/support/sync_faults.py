@@ -5,7 +5,7 @@ A run is a list of `Update`s: two sound ones, then each fault that touches the m
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -18,7 +18,6 @@ from support import models
 LAYER, NEXT = 3, 4
 SLEEP = "sleep level 2"  # the step that loses weights without an update
 Pair = tuple[str, Tensor]
-Weights = Mapping[str, Tensor]
 # What becomes of a tensor on its way; None: it is dropped.
 Change = Callable[[str, Tensor], Pair | None]
 
@@ -50,7 +49,6 @@ def dropping(pattern):
 
 
 def exchanging(pattern, one, other):
-    """Exchanges two parts of the names that the pattern finds."""
     names = {one: other, other: one}
 
     def change(name, tensor):
@@ -108,14 +106,11 @@ FAULTS = {
 
 
 def faults_of(tensors):
-    """Those that touch a model of these tensors."""
     return {name: fault for name, fault in FAULTS.items() if fault.touches(tensors)}
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update: what the trainer holds after `version` steps, and what is wrong with it."""
-
     step: str
     version: int
     fault: Fault | None = None
@@ -157,16 +152,11 @@ def tensors_of(path):
     return {name: one.to(device) for name, one in models.tensors(path).items()}
 
 
-Deliver = Callable[[Weights, int], None]
-
-
 def outcome(check, version=None):
-    """What the check says of the update that just ended."""
     try:
         result = check.after_update(version)
     except CkptkitError as error:
         return {"raised": error.message, "details": list(error.details)}
-    assert result is not None
     return {"raised": "", **asdict(result)}
 
 
@@ -187,7 +177,6 @@ def lost(check):
 
 
 def mistakes(found, tensors):
-    """The steps of one model that did not end as they must, with what was said."""
     wrong = []
     for update in updates(tensors):
         said = found.get(update.step, {"raised": "it was not reached", "details": []})

@@ -11,10 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -27,11 +25,9 @@ from support.sync_faults import SLEEP, checked, lost, outcome, tensors_of, weigh
 
 BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 INT4 = "int4"  # its experts are repacked, and opened again for each update
-Steps = Iterator[tuple[str, Any]]
 
 
 def run(root, tp):
-    """Results by step, as far as it came, and the end of the logs."""
     run_logged(root / "log", "support.sync_servers", root, tp, gpu=True)
     reports = root / "reports.jsonl"
     found = dict(map(json.loads, reports.read_text().splitlines())) if reports.exists() else {}
@@ -107,8 +103,6 @@ def buckets(pairs, cuts_layers):
 
 
 class Sender:
-    """A trainer of one model, and the check of what its servers were sent."""
-
     def __init__(self, path, servers):
         self.name, self.servers, self.tensors = path.name, servers, tensors_of(path)
         self.check = WeightSyncCheck([server.url for server in servers])
@@ -142,7 +136,6 @@ class Sender:
 
 
 def of_model(path, servers):
-    """Good updates of the engines of one model, and every way to spoil one."""
     sender, name = Sender(path, servers), path.name
     for step, said in checked(sender.check, sender.tensors, sender.deliver, versions=True):
         yield f"{name}: {step}", said

@@ -1,13 +1,10 @@
-"""Checksums by SGLang's own checker of SGLang's own models on the CPU: `python -m support.sync_sglang TP OUT MODEL...`.
+"""Checksums by SGLang's own checker of SGLang's own models on the CPU.
 
-Each rank loads each directory MODEL as SGLang does, then updates it by `load_weights` as `sync_faults.updates`
-says, and writes OUT/NAME-RANK.json: a list of what the checker answers after each update. `checksums` starts it.
+Each rank loads each model as SGLang does, then updates it by `load_weights` as `sync_faults.updates` says.
 """
 
 import json
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,18 +13,19 @@ from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.job import EngineSizes
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.sglang.adapter import build
-from support.forking import ran
+from support.calls import call
 from support.installed import release
 from support.processes import fork_ranks
+from support.sglang_cpu_logits import load_weights
 from support.sync_faults import tensors_of, updates
 
 SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
 
 
 def checksums(root, tp, paths):
-    """By the model's directory and update: what each rank answers."""
+    """By the model's directory and update: what each rank answers. `root` gets SGLang's digest of SAMPLE."""
     root.mkdir()
-    assert ran("sglang", root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
+    call("sglang", _ranks, tp, root, paths)
     ranks = {
         path.name: [json.loads((root / f"{path.name}-{rank}.json").read_text()) for rank in range(tp)] for path in paths
     }
@@ -39,11 +37,8 @@ def _answers(path, out, tp, rank):
     from sglang.srt.managers.io_struct import ChecksumInfo, CheckWeightsReqOutput
     from sglang.srt.utils import weight_checker
 
-    def loading(model, weights, device):
-        model.load_weights(weights)
-
     wanted = ModelBuild(path, out, sizes=EngineSizes(tp), rank=rank)
-    model = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
+    model = build(wanted, load_weights, PhaseLog(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
     newer = release("sglang") >= (0, 5, 23)
@@ -70,15 +65,8 @@ def _rank(tp, out, paths, rank):
         (out / f"{path.name}-{rank}.json").write_text(json.dumps(_answers(path, out, tp, rank)))
 
 
-def main():
-    import sglang.srt.models.qwen3_moe  # noqa: F401 - once, before the ranks are forked
-
+def _ranks(tp, out, paths):
     from ckptkit.verify.weight_sync.sglang import sglang_digest
 
-    tp, out, paths = int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
     (out / "digest").write_text(sglang_digest()(SAMPLE))
-    sys.exit(not fork_ranks(tp, partial(_rank, tp, out, paths)))
-
-
-if __name__ == "__main__":
-    main()
+    assert fork_ranks(tp, partial(_rank, tp, out, paths))

@@ -7,10 +7,8 @@ its own, which the trainer's tied embeddings are. `outcomes` starts this, a proc
 import json
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,12 +21,9 @@ HEAD = "lm_head.weight"
 # Packed weights are laid out anew by vLLM's layerwise reload alone.
 WAYS = {"int4": ("load_by_layer",)}
 EVERY_WAY = ("load_by_layer", "load_plainly")
-Steps = Iterator[tuple[str, dict[str, Any]]]
 
 
 def outcomes(root, stages, paths, *, program, gpu=False):
-    """What each check said, by model and step, as far as it came, with vLLM in the Python `program`."""
-
     def run(path):
         out, log = root / f"{path.name}.out", root / f"{path.name}.log"
         out.touch()

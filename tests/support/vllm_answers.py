@@ -7,22 +7,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 from ckptkit.verify.witnesses.process.interpreter import python_of
 from support.processes import run_logged
 
-# A layer's name in the release, the layer, and its model's config of quantization.
-Asked = Mapping[str, tuple[Any, Any]]
 PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def ask(question, words, folder):
-    """The answer to one of `QUESTIONS`; files and the log are in the folder."""
     file, log = folder / "asked.json", folder / "log"
     file.write_text(json.dumps(words))
     done = run_logged(log, "support.vllm_answers", question, file, program=python_of("vllm", {}), limit_s=840)
@@ -46,7 +41,6 @@ def of_lists(method, content, layers):
 
 
 def in_quark(name, exclude, fused):
-    """What vLLM's Quark makes of a layer, asked as its `get_quant_method` asks."""
     from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
 
     try:

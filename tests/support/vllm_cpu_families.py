@@ -34,12 +34,7 @@ COMPUTED = (
 )
 # The config classes that come with these releases, as code, and what they state that no config.json does.
 _OF_LING = {"embedding_dropout": 0.0, "use_rmsnorm": True}
-CODE = {
-    "mimo": {},
-    "mimo-tied-two-layers": {},
-    "bailing_moe": _OF_LING,
-    "bailing_moe_v2-tied": _OF_LING,
-}
+CODE = {"mimo": {}, "mimo-tied-two-layers": {}, "bailing_moe": _OF_LING, "bailing_moe_v2-tied": _OF_LING}
 _CLASS = """from transformers import PretrainedConfig
 
 
@@ -69,7 +64,6 @@ WITHOUT = {
 
 
 def write_code(name, path):
-    """Writes the config class of the release beside config.json, where the release comes with one."""
     if name not in CODE:
         return
     config = json.loads((path / "config.json").read_text())

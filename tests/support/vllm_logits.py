@@ -45,16 +45,7 @@ class Asked:
     length: int = 16
 
 
-def answers(
-    models,
-    root,
-    dtype,
-    *,
-    program=sys.executable,
-    gpu=False,
-    asked=MappingProxyType({}),
-):
-    """What vLLM computes of each model. After a crash a new process goes on with the next."""
+def answers(models, root, dtype, *, program=sys.executable, gpu=False, asked=MappingProxyType({})):
     outs = {name: root / f"{number}" for number, name in enumerate(models)}
     hows = {name: asked.get(name, Asked()) for name in models}
     jobs = {
@@ -78,7 +69,6 @@ def answers(
 
 
 def row(found, size):
-    """The log-probability of each token; NaN for one that is not told."""
     return torch.tensor([found[token].logprob if token in found else torch.nan for token in range(size)])
 
 

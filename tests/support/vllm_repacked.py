@@ -20,8 +20,6 @@ _INT4 = 8  # codes in a word
 
 
 def run_cases(cases, root):
-    """What vLLM made of every case, repacked on the CPU."""
-
     def start(log, module, *words):
         return run_logged(log, "support.vllm_repacked", *words, program=python_of("vllm", {}), limit_s=840)
 
@@ -61,18 +59,7 @@ def product(a, b_q, b_type, b_group_zeros, b_group_scales, b_group_size):
     return (a.float() @ weight).to(a.dtype)
 
 
-def marlin_product(
-    a,
-    c,
-    b_q_weight,
-    b_bias,
-    b_scales,
-    a_scales,
-    global_scale,
-    b_zeros,
-    *rest,
-    **sizes,
-):
+def marlin_product(a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, *rest, **sizes):
     """`marlin_gemm`: what vLLM's references for tests have put in order is put back."""
     from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm
@@ -128,8 +115,6 @@ def without_cuda():
 
 
 def build(original, wanted, loading, phases):
-    """The adapter's `build`, with the kernels replaced as soon as vLLM can be imported."""
-
     def repacking(model, weights, device):
         without_cuda()
         loading(model, weights, torch.device("cuda"))

@@ -39,7 +39,6 @@ def without(pattern, weights):
 
 
 def half_an_expert(weights):
-    """Up of an expert with half of its rows."""
     return ((name, tensor.chunk(2)[0] if HALF.fullmatch(name) else tensor) for name, tensor in weights)
 
 
@@ -65,7 +64,6 @@ def release():
 
 
 def run_cases(cases, root, sizes=ONE_RANK, *, gpu=False):
-    """What vLLM made of every case, on the CPU unless `gpu`."""
     start = partial(run_logged, program=python_of("vllm", {}), gpu=gpu, limit_s=840)
     return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)
 

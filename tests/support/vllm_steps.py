@@ -1,22 +1,19 @@
 """What must be true of vLLM's steps after loading, with CUDA and with stand-ins for its kernels."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from support import models
-from support.sglang_runs import Case, Runs, draft_of, refusal, reported
+from support.sglang_runs import Case, draft_of, refusal, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
 from support.vllm_formats import CLEAN, MISORDERED, NO_GROUPS, REFUSED, write_all
 
-Made = tuple[dict[str, Path], Runs]
 LABELS = (*CLEAN, *REFUSED, *MISORDERED)
 NOT_USED = "weight_shape"
 
 
 def all_runs(root, run):
-    """Every checkpoint with its path, and what vLLM made of each, and of those with a fault planted."""
     paths = dict(write_all(root, LABELS))
     cases = {label: Case(path) for label, path in paths.items()}
     cases |= {f"{fault} in {label}": Case(paths[label], alter=fault) for fault, label in CASES}

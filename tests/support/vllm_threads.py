@@ -13,7 +13,6 @@ from support import engine_models, vllm_formats
 from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, rewrite, write
 
 Edit = Callable[[dict[str, Any]], None]
-LINEAR = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 # Entries of `ignore`; LAYERS stands for the number of layers, which is that of the draft's.
 ROUTERS, DRAFT = r"re:.*\.mlp\.gate$", r"re:.*layers\.LAYERS\..*"
 ATTENTION = DRAFT + r"self_attn\..*"
@@ -22,21 +21,13 @@ MODELS = {**vllm_formats.MODELS, "glm": engine_models.MODELS["glm"]}
 
 def _without(entry):
     def edit(config):
-        config["quantization_config"]["ignore"].remove(_of_layers(entry, config["num_hidden_layers"]))
+        config["quantization_config"]["ignore"].remove(entry.replace("LAYERS", str(config["num_hidden_layers"])))
 
     return edit
 
 
-def _of_layers(entry, layers):
-    return entry.replace("LAYERS", str(layers))
-
-
 def _all_in_fp8(config):
     config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
-
-
-def _with_biases(config):
-    config["attention_bias"] = True
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ THREADS = {
         "glm", "INT4 but the draft's attention", edit=_without(ATTENTION)
     ),
     "a bias of keys that no checkpoint has": Thread("biases", "BF16", r".*\.k_proj\.bias"),
-    "biases that the config alone has": Thread("glm", "BF16", edit=_with_biases),
+    "biases that the config alone has": Thread("glm", "BF16", edit=lambda config: config.update(attention_bias=True)),
     "biases of a packed layer that no checkpoint has": Thread("biases", "INT4", r".*\.self_attn\.[qkv]_proj\.bias"),
     "scales that are not there": Thread("moe", "FP8", r".*\.weight_scale_inv"),
 }
@@ -79,7 +70,7 @@ def sound(thread, root):
     if target.exists():
         return target
     layers, draft = config().num_hidden_layers, _KEPT.get(thread.form.split()[-1], "")
-    entries = [_of_layers(draft, layers)] if draft else []
+    entries = [draft.replace("LAYERS", str(layers))] if draft else []
     if thread.form == "FP8":
         stated = fp8_config((128, 128), ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(layers))])
         quantizer = fp8_blocks(128, 128)
@@ -89,7 +80,7 @@ def sound(thread, root):
         quantizer = int4(strategy="group", group_size=32)
 
     def wanted(name):
-        return LINEAR.fullmatch(name) is not None and not any(re.fullmatch(one[3:], name) for one in entries)
+        return vllm_formats.is_linear(name) and not any(re.fullmatch(one[3:], name) for one in entries)
 
     write(plain, target, wanted, quantizer, lambda content: content | {"quantization_config": stated})
     return target

@@ -26,7 +26,6 @@ def whole(name):
 
 
 def write(file, content=None):
-    """Writes a file, by default a whole one, and the folders around it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = content.encode() if isinstance(content, str) else content
     file.write_bytes(whole(file.name) if text is None else text)
@@ -38,6 +37,5 @@ def write_files(folder, *names):
 
 
 def write_manifest(root, *names, **more):
-    """Writes a ckptkit.json that lists these files of a directory as they are."""
     files = {name: blake3((root / name).read_bytes()).hexdigest() for name in names}
     write(root / "ckptkit.json", json.dumps({"schema": "ckptkit-manifest/2", "files": files, "tensors": {}, **more}))

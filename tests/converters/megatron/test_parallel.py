@@ -60,9 +60,9 @@ def test_refusals_name_what_does_not_divide():
         assert [one.actual for one in refusals(dims_of(config), sizes)] == ([refused] if refused else []), sizes
 
 
-def test_megatron_refuses_the_same_sizes(tmp_path):
+def test_megatron_refuses_the_same_sizes():
     require_megatron()
-    said = refused_by_megatron([(config, sizes) for config, sizes, _ in CASES], tmp_path)
+    said = refused_by_megatron((config, sizes) for config, sizes, _ in CASES)
     assert [bool(error) for error in said] == [bool(refused) for *_, refused in CASES]
 
 

@@ -1,7 +1,5 @@
 """Composes a configuration with each list of overrides: lines of a file of JSON, a line of JSON out for each."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 The job file is a list of {"how": ..., "hf": DIR, "out": DIR to make, "unpacked": safetensors file to make, or none}.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -3,8 +3,6 @@
 The job file is a list of {"hf": DIR, "imported": DIR to make, "megatron": DIR, "exported": DIR to make}.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -16,7 +14,6 @@ from megatron_on_cpu import load_torch_dist, one_rank, save_torch_dist
 
 
 def convert(job):
-    """Both directions: the seconds that each took, or how mbridge refuses the model."""
     try:
         return both_ways(job)
     except (AssertionError, TypeError) as error:
@@ -24,7 +21,6 @@ def convert(job):
 
 
 def both_ways(job):
-    """HF to Megatron, then a Megatron checkpoint into the same model and to HF."""
     from mbridge import AutoBridge
 
     start = time.monotonic()

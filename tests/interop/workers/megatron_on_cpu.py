@@ -3,16 +3,12 @@
 Workers run in the environment of another tool and import nothing of ckptkit's.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
 
 
 class _Stream:
-    """A CUDA stream to which nothing is ever given."""
-
     def __init__(self, *arguments, **keywords): ...
 
 
@@ -45,7 +41,6 @@ def one_rank(store):
 
 
 def save_torch_dist(model, root):
-    """Saves the model as Megatron-LM saves a release: `root/release` and the tracker."""
     from megatron.core import dist_checkpointing
 
     (root / "release").mkdir(parents=True)

@@ -4,8 +4,6 @@ Written to another file under `mxfp8.NAME` and `nvfp4.NAME`, with scales `_scale
 matrices whose names begin alike, up to a dot.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 

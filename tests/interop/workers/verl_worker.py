@@ -4,8 +4,6 @@ With a job file as the only argument it saves: a list of {"backend": "megatron" 
 "actor": DIR to make}. All other arguments are the merger's own.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil
@@ -51,7 +49,6 @@ def save_megatron(hf, megatron, actor):
 
 
 def save_fsdp(rank, store, hf, actor):
-    """One rank of transformers' model under FSDP, saved by verl's own checkpoint manager."""
     on_cpu()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -54,7 +54,6 @@ def in_process(monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(cases, tmp_path_factory):
-    """What SGLang made of each of a module's `cases`."""
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 

@@ -1,7 +1,6 @@
 """What engines' own LoRA managers hold of an adapter is what its reading here says, and they refuse what CK137 says."""
 
 import json
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from safetensors.torch import load_file
 from support import adapters
 from support.forking import run_in_engine
 from support.vllm_answers import ask
-from torch import Tensor
 
 from ckptkit.converters.adapter import Adapter
 from ckptkit.converters.registry import FAMILIES
@@ -49,7 +47,6 @@ ENGINES = [
     pytest.param("sglang", marks=pytest.mark.sglang),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.nightly]),
 ]
-Loads = Mapping[str, Mapping[str, Tensor] | str]
 
 
 @pytest.fixture(scope="module")

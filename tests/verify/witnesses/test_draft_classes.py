@@ -1,9 +1,7 @@
 """Both engines' own classes load the draft models that tests call sound, and do with them what findings say."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,6 @@ UNWRITTEN = {
 # What an engine says of a draft model that it has no class of.
 REFUSED = {"sglang": ("not a registered model", "Unrecognized"), "vllm": ("are not supported for now",)}
 ENGINES = [pytest.param(one, marks=getattr(pytest.mark, one)) for one in REFUSED]
-Loads = Mapping[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses import engine as engine_checks
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
@@ -176,8 +175,6 @@ class FakeServer:
 
 
 EVERY = ["poison", "tensor", "tensor", "poison", "disk", "disk", "resume", "tensor"]
-# The refusal, whether it was tried, and what changed, of each reload.
-Seen = tuple[str, bool, list[str]]
 CLEAN = ("", True, [])
 
 
@@ -217,7 +214,6 @@ def sound():
 
 EXACT = Reference("bfloat16", [judged(-1.01, -2.01)], [judged(-1.03, -2.03)])
 UPDATED = "updating by tensor again"
-Verdict = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -225,12 +221,7 @@ def verdict(monkeypatch, tmp_path):
     """`verdict(report)`: what the checks make of an engine's report, and perhaps of that of a `draft` engine."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
 
-    def of(
-        report,
-        reference=EXACT,
-        draft=None,
-        why=None,
-    ):
+    def of(report, reference=EXACT, draft=None, why=None):
         monkeypatch.setattr(engine_checks, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], why))
         monkeypatch.setattr(engine_checks, "run_draft_engine", lambda subject: draft)
         monkeypatch.setattr(engine_checks, "run_engine_reference", lambda subject: reference)

@@ -21,7 +21,6 @@ from ckptkit.verify.witnesses.sglang.live import server as server_module
 from ckptkit.verify.witnesses.sglang.live.readback import POISON, RECORD
 from ckptkit.verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, serve
 
-Answer = tuple[bool, str]
 HERE = Path(__file__)
 
 
@@ -196,10 +195,10 @@ def requests(file, owner):
 @pytest.mark.sglang
 def test_these_engines_take_what_sglangs_own_takes():
     """Read from the source of the installed release, since importing it takes long."""
-    spec = find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    real, own = requests(Path(spec.origin).parent / "srt/entrypoints/engine.py", "Engine"), requests(HERE, "Engine")
+    real, own = (
+        requests(Path(find_spec("sglang").origin).parent / "srt/entrypoints/engine.py", "Engine"),
+        requests(HERE, "Engine"),
+    )
     own |= requests(HERE, "SessionEngine") if "begin_weight_update" in real else {}
     assert {name: real.get(name) for name in own} == own
 

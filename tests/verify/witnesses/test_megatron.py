@@ -4,16 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from families import case
-from families.case import MOE, SIZES, Case
 from mutations import ranks
+from mutations.edits import edit_json
 from mutations.torch_dist import index_of, key_lost
 from support import models
 from support.megatron_layouts import judge
 from support.messages import text_with
 from support.processes import environment
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -124,7 +122,7 @@ def test_a_rank_that_hangs_is_inconclusive(converted, monkeypatch):
             list(right_slices(subject, Tally()))
 
 
-@needs_megatron
+@in_megatron
 @pytest.mark.parametrize(
     ("how", "phase", "error"),
     [
@@ -160,23 +158,15 @@ def test_sizes_that_do_not_divide_start_no_process(converted, monkeypatch, name,
         list(strict_load(subject, Tally()))
 
 
-@in_megatron
-def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(tmp_path, monkeypatch):
-    """95 rows an expert on two ranks: whole with ETP1, refused with ETP2, by Megatron and by CK703 alike."""
-    sizes = SIZES | MOE | {"num_hidden_layers": 2, "moe_intermediate_size": 95}
-    case.save("odd", Case(lambda: Qwen3MoeConfig(**sizes, num_experts=12)), tmp_path / "hf", torch.bfloat16)
-    convert(tmp_path / "hf", tmp_path / "megatron")
-    whole, cut = (
-        Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2)
-    )
+def test_rows_of_experts_must_be_divided_by_etp_alone(copy_of, releases):
+    """As Megatron divides them (tests/converters/megatron/test_parallel.py)."""
+    odd = copy_of(releases("qwen3_moe"))
+    edit_json(odd / "config.json", lambda config: config.update(moe_intermediate_size=95))
+    whole, cut = (Subject(odd, options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2))
     assert list(parallel_sizes_divide(whole, Tally())) == []
-    assert judge(whole)[0] == []
     assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == [
         "moe_intermediate_size that divides by etp = 2"
     ]
-    monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
-    with pytest.raises(CannotCheck, match="while building the model: .*95 is not divisible by 2"):
-        list(strict_load(cut, Tally()))
 
 
 def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(releases, converted, monkeypatch):

@@ -1,11 +1,7 @@
 """`verify --against-megatron` of a checkpoint that holds a HybridModel: rank by rank, sound and broken."""
 
-import subprocess
-import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +9,10 @@ from families import CASES
 from families.case import save
 from families.table import config_of
 from mutations.ranks import layers_of
+from support.forking import run_script
 from support.installed import require_megatron
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.nightly import daily
-from support.processes import environment
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
@@ -32,7 +28,6 @@ require_megatron()
 
 MEGATRON = frozenset({"megatron"})
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
-Made = Callable[[str], Path]
 HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(CASES[name]))))]
 # One layout a model, and all models together have all of them.
 LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(CASES[name])).experts > 0)[0] for name in HELD}
@@ -110,9 +105,7 @@ OF_KIND = {
 
 def test_norms_stand_alone_where_megatrons_own_spec_has_them_so():
     """Without Transformer Engine its spec cannot be built, but it says which norms are modules of their own."""
-    command = [sys.executable, "-W", "ignore", "-c", OWN_SPEC]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    lines = [line.split() for line in found.stdout.splitlines() if line.startswith("norm ")]
+    lines = [line.split() for line in run_script("megatron", OWN_SPEC).splitlines() if line.startswith("norm ")]
     alone = {(field, norm): reported == "True" for _, field, norm, reported in lines}
     own = {field: alone[field, norm] for field, (_, _, norm) in OF_KIND.items() if (field, norm) in alone}
     assert own.keys() >= {"attention_layer", "mlp_layer", "moe_layer"}

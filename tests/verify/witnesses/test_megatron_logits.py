@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import dims_of
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron import run as megatron_run
@@ -49,6 +48,7 @@ def test_megatron_computes_in_parallel_what_transformers_does(releases, converte
     assert noise.startswith("transformers in bfloat16 from float32: mean 0.0")
 
 
+@pytest.mark.usefixtures("served")
 def test_command_line_loads_and_computes(releases, converted, tmp_path):
     """`verify --against-megatron --logits`, whole; on the CPU the dtype of the checkpoint is not run."""
     report = tmp_path / "report.json"
@@ -77,9 +77,6 @@ def judged(subject, failures=None):
 
 def moved(by):
     return [replace(ANSWER, tokens=[token + by for token in ANSWER.tokens])]
-
-
-Verdict = Callable[..., Outcome]
 
 
 @pytest.fixture

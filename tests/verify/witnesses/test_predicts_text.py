@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.cli import cli
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -36,12 +35,8 @@ NEEDS_SMOLLM = pytest.mark.skipif(
 
 
 def recorded(bits, structure=TRAINED):
-    """What transformers would report of a model that needs so many bits a byte."""
     losses = [one * math.log(2) * len(text.encode()) for one, text in zip(bits, TEXTS, strict=True)]
     return Reference("float32", [], [], predicted=Predicted([*losses, *losses], structure))
-
-
-Judge = Callable[..., Outcome]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,6 @@ from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.sglang import adapter
 
 BLOCK = (16, 16)
-Change = Callable[[nn.Module], None]
 PAIR = [("weight", "weight_scale_inv")]
 
 
@@ -77,21 +75,14 @@ def lost_code(layer):
     layer.weight.data[3, 4] = 0
 
 
-def next_scale(layer):
-    layer.weight_scale_inv.data.view(torch.int32)[1, 2] += 1
-
-
-def coarse(layer):
-    power_of_two(layer, 4.0)
-
-
-def clipped(layer):
-    power_of_two(layer, 0.25)
-
-
 @pytest.mark.parametrize(
     ("change", "count", "first"),
-    [(lost_code, 1, "[3, 4]"), (next_scale, 256, "[16, 32]"), (coarse, 1920, "[0, 0]"), (clipped, 1920, "[0, 0]")],
+    [
+        (lost_code, 1, "[3, 4]"),
+        (lambda layer: layer.weight_scale_inv.data.view(torch.int32)[1, 2].add_(1), 256, "[16, 32]"),
+        (lambda layer: power_of_two(layer, 4.0), 1920, "[0, 0]"),  # coarse
+        (lambda layer: power_of_two(layer, 0.25), 1920, "[0, 0]"),  # clipped
+    ],
 )
 def test_fp8_blocks_of_other_values_are_named(change, count, first):
     layer = in_fp8()
@@ -150,21 +141,13 @@ def padded_with_a_number(layer):
     layer.weight_scale.data[0, 70] = 1
 
 
-def next_bit(layer):
-    layer.weight_scale.data.view(torch.int16)[3, 5] += 1
-
-
-def taken_away(layer):
-    del layer.weight_scale
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (padded, None),
         (padded_with_a_number, "1 512 [0 70] 1.0 0.0"),
-        (next_bit, "1 256 [3 5]"),
-        (taken_away, "removed"),
+        (lambda layer: layer.weight_scale.data.view(torch.int16)[3, 5].add_(1), "1 256 [3 5]"),
+        (lambda layer: delattr(layer, "weight_scale"), "removed"),
     ],
 )
 def test_marlins_layout_is_compared_bit_by_bit_with_its_padding(change, words):
@@ -203,13 +186,9 @@ def test_layouts_that_judge_nothing():
 
 def test_sglang_fp8_layers_are_compared_by_value_where_their_blocks_are_known():
     layer = in_fp8()
-    found = adapter.layout(layer)
-    assert found is not None
-    assert found(layer)[0] == ()
+    assert adapter.layout(layer)(layer)[0] == ()
     layer.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))
-    found = adapter.layout(layer)
-    assert found is not None
-    _, compare = found(layer)
+    _, compare = adapter.layout(layer)(layer)
     power_of_two(layer)
     assert compare().differences == {}
     lost_code(layer)
@@ -245,36 +224,23 @@ def nothing(layer):
     """Leaves the layer as it is."""
 
 
-def the_same(layer):
-    """A parameter of its own with the same bits."""
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
-
-
 def in_place(layer):
     layer.weight.data[2, 3] = 7.0
 
 
-def transposed(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
-
-
-def cast(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
-
-
-def deleted(layer):
-    del layer.weight
+def made_of(change):
+    return lambda layer: setattr(layer, "weight", nn.Parameter(change(layer.weight.detach())))
 
 
 @pytest.mark.parametrize(
     ("change", "of_head", "named", "words"),
     [
         (nothing, nothing, [], ""),
-        (the_same, nothing, [], ""),
+        (made_of(torch.clone), nothing, [], ""),
         (in_place, nothing, ["two.weight"], "1 24 [2 3] 7.0"),
-        (transposed, nothing, ["two.weight"], "elements"),
-        (cast, nothing, ["two.weight"], "[4 6] bfloat16"),
-        (deleted, nothing, ["two.weight"], "SGLang"),
+        (made_of(lambda weight: weight.t().contiguous()), nothing, ["two.weight"], "elements"),
+        (made_of(torch.Tensor.bfloat16), nothing, ["two.weight"], "[4 6] bfloat16"),
+        (lambda layer: delattr(layer, "weight"), nothing, ["two.weight"], "SGLang"),
         (nothing, in_place, ["one.weight"], "1 24"),  # a weight that two layers share
     ],
 )

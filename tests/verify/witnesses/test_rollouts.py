@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.behaviour import gap
-from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
@@ -33,7 +31,6 @@ def judge(alone, in_process, tmp_path, recorded):
         file = how.pop("rollout_data", None) or write(tmp_path / "rollout.pt", given)
         how = {"rollout_temperature": 1.0, **how}
         result, findings = alone("CK602", how.pop("path", recorded.path), rollout_data=file, **how)
-        assert result is not None
         return result.status, result.reason or "", findings
 
     return one
@@ -107,7 +104,6 @@ def test_what_no_model_can_have_computed_fails(judge, recorded):
 
 
 def far_off(given, **fields):
-    """The samples with log-probabilities that are nobody's, and these fields."""
     for one in given:
         one.rollout_log_probs = [-2.0 - place % 5 for place in range(RESPONSE)]
         for name, value in fields.items():
@@ -286,14 +282,10 @@ def prompted(prompt, tokens, **fields):
     return Sample(prompt=prompt, tokens=ids, response_length=2, rollout_log_probs=[-1.0, -1.0], **fields)
 
 
-Judge = Callable[..., tuple[str, str, list[Finding]]]
-
-
 @pytest.fixture
 def judge_prompts(alone, in_process, tmp_path, recorded):
     def one(*given, path=recorded.path):
         result, findings = alone("CK603", path, rollout_data=write(tmp_path / "rollout.pt", given))
-        assert result is not None
         return result.status, result.reason or "", findings
 
     return one

@@ -1,7 +1,6 @@
 """Real SGLang as a witness: sound checkpoints pass, and each kind of broken one gives the finding that names it."""
 
 import re
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from ckptkit.app.api import quantize
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -38,7 +36,6 @@ def online(root, name, release, ignore):
 
 
 def sound_cases(root, releases, converted):
-    """BF16, INT4 with zero points of experts in SGLang's own layout, FP8, and Megatron's checkpoints."""
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     quantize(qwen, root / "int4", QuantScheme(GROUP, "qmax7"))
     asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
@@ -60,7 +57,6 @@ def sound_cases(root, releases, converted):
 
 
 def in_fp8(release, path, block=(32, 64)):
-    """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
     kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
     write(
         release,
@@ -241,7 +237,6 @@ def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases, tmp_p
 
 
 # A release that ckptkit was not tested with: it runs, says so, and is never the checkpoint's fault.
-Verified = Callable[..., Report]
 GET_SCHEME = (
     "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
     ":CompressedTensorsConfig._get_scheme_from_parts"

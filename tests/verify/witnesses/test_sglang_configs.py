@@ -1,7 +1,6 @@
 """What real SGLang makes of configs that say less than it reads, or more than is stored."""
 
 import json
-from typing import Any
 
 import pytest
 from support import models
@@ -14,7 +13,6 @@ from ckptkit.verify.checks.witnesses.loading import why_refused
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-Config = dict[str, Any]
 # Keys without which SGLang stops, and those without which it builds another model: what it then leaves out.
 STOPS = {
     "deepseek_v3": ("topk_method", "scoring_func", "moe_layer_freq"),
@@ -41,8 +39,6 @@ def tower_elsewhere(config):
 
 
 def without(*keys):
-    """Takes keys out of a config, each with the names that lead to it."""
-
     def change(config):
         for key in keys:
             *outer, last = key.split(".")

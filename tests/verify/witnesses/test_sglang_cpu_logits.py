@@ -12,14 +12,11 @@ from support.nightly import collected, daily
 from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, SIZES
 from torch import Tensor
 
-# SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
-Answer = tuple[Tensor | str, Tensor, Tensor]
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def answers(request, tmp_path_factory):
-    """For each model: SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected = {}
     for name in sorted(collected(request, "name")):
@@ -29,13 +26,12 @@ def answers(request, tmp_path_factory):
             file = root / "models" / name / "config.json"
             config = json.loads(file.read_text())
             file.write_text(json.dumps(config | {"sliding_window": config["sliding_window"] - 1}))
-    found = sglang_cpu_logits.run(root / "models", root / "answers", root / "log")
+    found = sglang_cpu_logits.run([root / "models" / name for name in expected])
     return {name: (found[name], *logits) for name, logits in expected.items()}
 
 
 @pytest.mark.parametrize("name", daily(COMPUTED, DAILY))
 def test_sglang_computes_the_logits_of_transformers(name, answers):
-    """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
     answer, exact, rounded = answers[name]
     assert isinstance(answer, Tensor), answer
     ours, noise = distance(answer, exact), distance(rounded, exact)

@@ -9,16 +9,7 @@ from support import models
 from support.installed import before
 from support.messages import text_with
 from support.nightly import daily
-from support.sglang_runs import (
-    Case,
-    answered,
-    checked,
-    draft_of,
-    int4_config,
-    online_int4,
-    reported,
-    written,
-)
+from support.sglang_runs import Case, answered, checked, draft_of, int4_config, online_int4, reported, written
 
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.quant.ignore.readers import VLLM

@@ -10,7 +10,6 @@ from support import models
 from support.installed import release
 from support.quantized import group_config
 from support.sglang_runs import Case, online_int4, refusal, written
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.ignore.lint import lint
@@ -19,7 +18,6 @@ from ckptkit.verify.run import verify
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-Quantized = dict[str, Tensor]
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 BY_ROW = INT4 | {"strategy": "channel", "group_size": None}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}

@@ -29,10 +29,7 @@ NEEDED = (
 
 def functions(file, **known):
     """The NEEDED functions of a file of SGLang, without importing it, which needs CUDA. `known`: what they call."""
-    spec = find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin).parent / file
+    path = Path(find_spec("sglang").origin).parent / file
     if not path.exists():
         pytest.skip(f"this installation of SGLang comes without {file}")
     tree = ast.parse(path.read_text())
@@ -110,7 +107,6 @@ class Packed(nn.Module):
             self.w13_weight_zero_point = words(2, 4, 8)
 
     def repack(self):
-        """Expert by expert, but for zero points."""
         packed, scales = self.w13_weight_packed.data, self.w13_weight_scale.data
         self.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
         self.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
@@ -161,9 +157,7 @@ def test_a_repacked_linear_layer():
 def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_for_marlins():
     """SGLang sorts columns by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
-    found = layout(module)
-    assert found is not None
-    assert found(module)[0]
+    assert layout(module)(module)[0]
     module.scheme.actorder = "group"
     assert unknown_of(module) == text_with("CompressedTensorsWNA16MoE")
     module.scheme = nn.Identity()
@@ -172,6 +166,4 @@ def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_fo
 
 
 def unknown_of(module):
-    found = layout(module)
-    assert found is not None
-    return found(module)[1]().unknown
+    return layout(module)(module)[1]().unknown

@@ -1,7 +1,5 @@
 """Real SGLang on two ranks: experts shared out in every test model; experts cut, and attention whole, in some."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from support import models
@@ -14,7 +12,6 @@ from ckptkit.app.api import convert
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
 from ckptkit.verify.witnesses.process.codec import load_record
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -34,9 +31,6 @@ BROKEN = {
 }
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
 
-Case = tuple[EngineSizes, str]
-Runs = Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
-
 
 def of_some(cases):
     return daily(cases, [one for one in cases if one[1] in SOME])
@@ -48,7 +42,6 @@ def id_of(case):
 
 @pytest.fixture(scope="module")
 def wanted(request):
-    """What the tests that run ask for; all of them ask for the few that are cut."""
     return collected(request, "case") | {(sizes, name) for sizes, name in PARAMS if name in SOME}
 
 

@@ -33,9 +33,7 @@ AGAINST = VerifyOptions(against=frozenset({"sglang"}))
 
 
 @pytest.mark.parametrize("left_empty", [left_empty, vllm_left_empty], ids=["SGLang", "vLLM"])
-def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(
-    left_empty,
-):
+def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(left_empty):
     params = [L + "mlp.down_proj.input_scale", L + "mlp.experts.w13_input_scale", L + "mlp.down_proj.weight_scale_2"]
     layers = {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1": {"quant_algo": "NVFP4"}}
     both = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}

@@ -1,6 +1,5 @@
 """What a loader does with tensors, seen by `Trace` and followed back to them: loaders unlike those of real engines."""
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from families import HF_CASES
 from support.messages import text_with
-from torch import Tensor, nn
+from torch import nn
 
 from ckptkit.verify.witnesses.loading.bits import difference, poison
 from ckptkit.verify.witnesses.loading.compare import Loaded
@@ -18,9 +17,6 @@ from ckptkit.verify.witnesses.loading.placement import Placement
 from ckptkit.verify.witnesses.loading.region import Region, covered
 from ckptkit.verify.witnesses.loading.trace import Trace
 from ckptkit.verify.witnesses.sglang import adapter
-
-Weights = Iterator[tuple[str, Tensor]]
-Loader = Callable[[dict[str, Tensor], Weights], object]
 
 
 def given(*names):

@@ -32,7 +32,6 @@ RELEASE = tuple(map(int, version("megatron-core").split(".")[:2])) if find_spec(
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Has ranks on the CPU build Transformer Engine's layers."""
     job = megatron_run._job
 
     def with_engine(*args):

@@ -32,7 +32,6 @@ def error_of(*modules, statement="raise ValueError('no')"):
         found = {"__name__": module, "inner": call}
         exec(f"def {name or 'f'}():\n    {'inner()' if call else statement}\n", found)  # noqa: S102
         call = found[name or "f"]
-    assert call is not None
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         call()
     return caught.value

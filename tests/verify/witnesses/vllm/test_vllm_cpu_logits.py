@@ -46,7 +46,6 @@ def ask(names, root):
 
 
 def saved(name, path):
-    """Saves the model in bfloat16, with the code of its release. Its log-probabilities in float32, if asked for."""
     case = sized(name, SIZES.get(name, {}))
     model, _ = save(name, case, path, torch.bfloat16)
     write_code(name, path)

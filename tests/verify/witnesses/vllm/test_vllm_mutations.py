@@ -1,7 +1,6 @@
 """Broken checkpoints into real vLLM: dense, with experts, with latent attention; in BF16, INT4 and FP8."""
 
 import re
-from collections.abc import Mapping
 
 import pytest
 from support import models
@@ -11,8 +10,6 @@ from support.sglang_formats import write_all
 from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
 
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -33,8 +30,6 @@ EXCHANGED = {
     },
 }
 ROUTERS = ("groups glm4_moe", "groups deepseek_v3")
-Runs = Mapping[tuple[str, str], Answer[LoadReport]]
-Routers = Mapping[str, tuple[Case, Answer[LoadReport]]]
 # A mutation of a model that has nothing of the kind.
 NOTHING = "nothing to break"
 
@@ -87,8 +82,6 @@ def test_what_has_the_values_of_others_is_named(model, mutation, paths, runs):
 
 
 def with_packed_routers(source, target):
-    """A copy whose routers are INT4 too, as a list of `ignore` that names none of them makes it."""
-
     def edit(config):
         content = config["quantization_config"]
         ignore = [one for one in content["ignore"] if "gate(" not in one]

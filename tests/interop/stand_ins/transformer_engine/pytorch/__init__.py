@@ -1,7 +1,5 @@
 """The layers, with their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,8 +79,6 @@ class Linear(_Layer):
 
 
 class LayerNormLinear(Linear):
-    """`Linear` with the weight of the norm before it."""
-
     def __init__(self, in_features, out_features, **kwargs):
         super().__init__(in_features, out_features, **kwargs)
         self.layer_norm_weight = _parameter(
@@ -91,8 +87,6 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(Linear):
-    """`num_gemms` weights, one an expert."""
-
     def __init__(self, num_gemms, in_features, out_features, *, bias=True, **kwargs):
         super().__init__(in_features, out_features, bias=False, **kwargs)
         self.num_gemms = num_gemms
@@ -106,8 +100,6 @@ class GroupedLinear(Linear):
 
 
 class RMSNorm(_Layer):
-    """`weight` of the norm."""
-
     def __init__(
         self,
         normalized_shape=None,
@@ -122,8 +114,6 @@ class RMSNorm(_Layer):
 
 
 class LayerNorm(RMSNorm):
-    """`weight` and `bias` of the norm."""
-
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.bias = nn.Parameter(torch.full_like(self.weight, float("nan")))

@@ -2,8 +2,6 @@
 
 
 class CudaRNGStatesTracker:
-    """Named random states."""
-
     def reset(self):
         """Forgets all states."""
 
@@ -15,7 +13,6 @@ class CudaRNGStatesTracker:
 
 
 def checkpoint(*arguments, **keywords):
-    """Runs a part of the model, to run it again in the backward pass."""
     raise NotImplementedError("this stand-in for Transformer Engine computes nothing")
 
 
