@@ -34,7 +34,6 @@ def test_slime_dialect(releases, converted, tmp_path, name):
     convert(releases(name), tmp_path / "megatron", dialect="slime")
     slime, mcore = (TorchDistCheckpoint(path / "release") for path in (tmp_path / "megatron", converted(name)))
     sizes = dims_of(config_of(CASES[name])).indexer
-    assert sizes is not None
     places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
     names = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
     names |= {name: name for name in ("k_norm.weight", "k_norm.bias")}

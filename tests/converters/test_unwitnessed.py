@@ -47,9 +47,7 @@ def release(request, releases):
     return releases(request.param)
 
 
-def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megatron_has_loaded_it(
-    release,
-):
+def test_names_and_shapes_are_those_of_the_release_and_reports_say_that_no_megatron_has_loaded_it(release):
     """Those that transformers saves, or that are written down by hand: one by one, without what is carried along."""
     source = HfCheckpoint(release)
     carried, config = passthrough_names(source), adapt_config(source.config, source.specs)

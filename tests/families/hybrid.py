@@ -93,9 +93,7 @@ def added_mtp(layer, *, fused=False):
     return added
 
 
-def mtp_logits(
-    layer,
-):
+def mtp_logits(layer):
     """Logits of the MTP layer: the decoder layer in the equations of `families.mtp`, with this family's norms.
 
     That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).

@@ -77,12 +77,7 @@ def layer_prefix(model):
     return f"model.layers.{model.config.num_hidden_layers}."
 
 
-def added_layer(
-    make,
-    *,
-    copies=True,
-    change=lambda name, value: value,
-):
+def added_layer(make, *, copies=True, change=lambda name, value: value):
     """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds, changed."""
 
     def added(model, dtype):
@@ -99,9 +94,7 @@ def added_layer(
     return added
 
 
-def reference(
-    make,
-):
+def reference(make):
     """Logits of the MTP layer of DeepSeek and GLM by the equations above."""
 
     def logits(model, added, tokens):

@@ -3,12 +3,7 @@
 from types import ModuleType
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Ernie4_5_MoeConfig,
-    GraniteMoeHybridConfig,
-    OlmoeConfig,
-)
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GraniteMoeHybridConfig, OlmoeConfig
 from transformers.integrations import hub_kernels
 
 from families import deepseek_v4, gemma4, minimax_m3, step3p5

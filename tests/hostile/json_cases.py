@@ -21,11 +21,7 @@ TEXTS = {
     "control characters": b'{"a": "\x1b[2J"}',
     "python": b"__import__('os').system('touch ran')",
 }
-QUANTIZATION = {
-    "a number": 7,
-    "empty": {},
-    "unknown method": {"quant_method": "os.system"},
-}
+QUANTIZATION = {"a number": 7, "empty": {}, "unknown method": {"quant_method": "os.system"}}
 WEIGHTS = {
     "group_size 2^70": {"group_size": 1 << 70},
     "num_bits 10^30": {"num_bits": 10**30},

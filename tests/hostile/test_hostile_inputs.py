@@ -27,7 +27,6 @@ CASES = {one.name: one for several in (*_MADE, kinds.cases(kinds.CARRIED)) for o
 FIXED = ("config.json", "config.json.orig")
 _EACH = 1  # verbs of a case: a fork costs more than what most verbs do
 ALL_VERBS = "CKPTKIT_ALL_VERBS" in os.environ
-Tree = dict[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,11 @@ class Runner:
             ]
 
     def _send(self, request):
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
 
     def run(self, words, root):
         self._send([words, str(root)])
-        assert self._process.stdout is not None
         return Ran(**json.loads(self._process.stdout.readline()), fixed="--fix" in words)
 
     def end(self):

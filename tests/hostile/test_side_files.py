@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from support.libraries import ask_here
@@ -14,7 +12,6 @@ from transformers import AutoTokenizer
 from ckptkit.verify.evidence.side.compare import side_differences
 from ckptkit.verify.evidence.side_files import SideFiles
 
-Change = Callable[[Path], object]
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -404,12 +401,7 @@ WORDPIECE = {
     },
 }
 KINDS = [
-    (
-        "scores",
-        UNIGRAM,
-        lambda t: t["model"]["vocab"][3].__setitem__(1, -4.0),
-        "model.vocab[3][1] is -4.0 but -2.5",
-    ),
+    ("scores", UNIGRAM, lambda t: t["model"]["vocab"][3].__setitem__(1, -4.0), "model.vocab[3][1] is -4.0 but -2.5"),
     ("order", UNIGRAM, lambda t: t["model"]["vocab"].reverse(), "have other ids"),
     (
         "metaspace",
@@ -418,12 +410,7 @@ KINDS = [
         "add_prefix_space does not match",
     ),
     ("case", WORDPIECE, lambda t: t["normalizer"].update(lowercase=False), "normalizer.lowercase is False but True"),
-    (
-        "ends",
-        WORDPIECE,
-        lambda t: t.update(post_processor=None),
-        "post_processor is missing",
-    ),
+    ("ends", WORDPIECE, lambda t: t.update(post_processor=None), "post_processor is missing"),
     ("other sides", WORDPIECE, lambda t: t["post_processor"].update(sep=["b", 2], cls=["a", 1]), "sep[0] is 'b'"),
 ]
 

@@ -73,7 +73,6 @@ QAT = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "OPEN_TRAINING_INT4_GROUP_SIZE=32")
 def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(name, releases, tmp_path):
     made = quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
     tensors = models.tensors(tmp_path / "int4")
-    assert made.packed is not None
     unpacked = made.packed.unpacked
     assert unpacked["output embedding"] == {"lm_head": 1}
     assert any("not a Linear" in reason and "gate" in modules for reason, modules in unpacked.items())
@@ -106,7 +105,6 @@ def test_what_the_preset_refuses(releases, tmp_path):
 def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(releases, tmp_path):
     def advice(name, scheme=SCHEME, preset=None):
         found = quantize(releases(name), tmp_path / "out", scheme, dry_run=True, preset=preset)
-        assert found.packed is not None
         return found.packed.advice
 
     dense, experts = str(advice("qwen2-tied")), str(advice("qwen3_moe"))

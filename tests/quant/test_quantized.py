@@ -75,7 +75,6 @@ def test_transformers_unpacks_int4_to_the_compressors_weights(int4):
 def test_the_result_says_how_much_smaller_it_is_and_how_far_from_its_source(releases, tmp_path):
     source = models.tensors(releases("glm4_moe"))
     packed = quantize(releases("glm4_moe"), tmp_path / "out", QuantScheme(32, "qmax7")).packed
-    assert packed is not None
     sums = dict.fromkeys(packed.kinds, (0, 0.0, 0.0))
     for module, stored, scheme in compressed(tmp_path / "out"):
         weight = source[f"{module}.weight"].double()

@@ -76,13 +76,7 @@ def message(call):
     return ""
 
 
-def examine(
-    order,
-    report,
-    model,
-    weights,
-    device,
-):
+def examine(order, report, model, weights, device):
     """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
     poison(parameter for _, parameter in model.named_parameters())
     model.load_weights(weights)

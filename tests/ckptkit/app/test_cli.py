@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from support.models import tensors
 
 from ckptkit.app.cli import cli
 from ckptkit.app.cli.verb import VERBS
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_a_model_of_no_family_is_refused_and_nothing_is_left(releases, copy_of, tmp_path, ckptkit):
@@ -136,7 +133,6 @@ def test_the_example_of_a_verb_is_a_line_that_it_takes(ckptkit):
     for name, row in VERBS.items():
         words = row.example.split()
         command = cli.get_command(click.Context(cli), name)
-        assert command is not None
         with suppress(click.BadParameter):  # a path that is not there
             command.make_context(name, words[2:])
         assert words[:2] == ["ckptkit", name]
@@ -189,10 +185,7 @@ def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(relea
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        (
-            "import no_such_library.core",
-            f"error: no_such_library is not installed in {sys.executable}\n  next: ",
-        ),
+        ("import no_such_library.core", f"error: no_such_library is not installed in {sys.executable}\n  next: "),
         ("raise ImportError('libcudart.so.12: not found', name='torch._C')", "error: torch cannot be used: libcudart"),
         ("import ckptkit.no_such_module", "error: an error inside ckptkit: ModuleNotFoundError"),
         ("import numpy; numpy.zeros(1 << 46)", "error: this command needs more memory than is available\n  next: run"),

@@ -82,7 +82,6 @@ def test_verify_and_preflight_name_the_value_that_no_model_has(row, hostile):
     edit_config(hostile, **change)
     for command in (("verify", hostile, "--json"), ("preflight", "--hf-checkpoint", hostile, "--json")):
         result, said = run(*command)
-        assert isinstance(result.exception, SystemExit)
         assert result.exception.code in (1, 2)
         assert re.search(message, said.replace('\\"', '"')), said[:2_000]
     edit_config(hostile, quantization_config=published.quantization(published.KIMI_LIST))

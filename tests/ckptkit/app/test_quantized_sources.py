@@ -125,9 +125,7 @@ def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases, tmp
 
 
 @pytest.mark.nightly
-def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounded_element_counted(
-    tmp_path,
-):
+def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounded_element_counted(tmp_path):
     """As Kimi K3 stores it. FP8 by powers of two holds these weights but for what `verify` counts; BF16 all."""
     case.save("deepseek_v3", widened("deepseek_v3"), tmp_path / "plain", torch.bfloat16)
     source = floats.write(tmp_path / "plain", tmp_path / "mxfp4", floats.SPELLINGS["mxfp4-compressed"])

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,6 @@ ray = pytest.importorskip("ray")
 FILE_BYTES = 300_000
 TASK = "ray::ckptkit write_batch"  # what a worker is called while it works
 PATIENCE_S = 300
-Write = Callable[..., None]
 
 
 @pytest.fixture(scope="module")

@@ -196,13 +196,7 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
     ],
 )
 def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
-    there,
-    about,
-    note,
-    small_release,
-    bucket,
-    s3_address,
-    monkeypatch,
+    there, about, note, small_release, bucket, s3_address, monkeypatch
 ):
     for name in there:
         bucket.put(f"out/{name}", whole(name))

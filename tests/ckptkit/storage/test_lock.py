@@ -50,7 +50,6 @@ def writing(*arguments):
     words = [sys.executable, "-c", STOPS, *map(str, arguments), "--workers", "1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "writing\n"
             yield process
         finally:

@@ -127,7 +127,6 @@ def test_tensors_that_are_joined_count_twice_in_memory():
 @pytest.mark.parametrize(("name", "megatron"), [("qwen3_moe", False), ("glm4_moe", True)])
 def test_tensors_that_share_memory_lie_in_that_of_their_source(releases, converted, name, megatron):
     view = make_plan(RunOptions("convert", str((converted if megatron else releases)(name)), "out")).outputs[0].view
-    assert isinstance(view, View)
     shared = [tensor for tensor in view.specs if view.shares_memory(tensor)]
     assert 10 < len(shared) < len(view.specs)
     for tensor in shared:

@@ -359,12 +359,7 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda partial: partial.symlink_to("precious"),
-        lambda partial: partial.symlink_to("nowhere"),
-        write,
-        os.mkfifo,
-    ],
+    [lambda partial: partial.symlink_to("precious"), lambda partial: partial.symlink_to("nowhere"), write, os.mkfifo],
     ids=["link", "link to nothing", "file", "pipe"],
 )
 def test_a_partial_that_is_no_directory_is_named(tmp_path, make):

@@ -3,11 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.models import content
@@ -23,7 +21,6 @@ from ckptkit.transfer import files as module
 from ckptkit.verify.run import verify
 
 FILE_BYTES = 1_000_000
-Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -142,14 +139,7 @@ def _write_anew(file):
 @pytest.mark.parametrize(
     ("change", "ends"), [(_write_in_place, False), (_write_anew, True)], ids=["in place, cut off", "anew, whole"]
 )
-def test_a_source_of_the_same_size_and_time_is_another(
-    releases,
-    copy_of,
-    tmp_path,
-    monkeypatch,
-    change,
-    ends,
-):
+def test_a_source_of_the_same_size_and_time_is_another(releases, copy_of, tmp_path, monkeypatch, change, ends):
     source, out = copy_of(releases("qwen3_moe")), tmp_path / "out"
     with nullcontext() if ends else pytest.raises(PowerCutError), cut_off_after(99 if ends else 1, monkeypatch):
         convert(source, out, max_shard_size=FILE_BYTES, workers=1)

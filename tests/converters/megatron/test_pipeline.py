@@ -9,8 +9,6 @@ from support.messages import text_with
 from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
 
-Stages = tuple[tuple[tuple[int, ...], ...], ...]
-
 
 def test_layers_of_each_stage_and_chunk():
     """Stage 0 has the first and the third part, stage 1 the second and the fourth."""

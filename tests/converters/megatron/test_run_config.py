@@ -97,9 +97,7 @@ def test_a_checkpoint_of_nemo_is_read_and_exported(nemo, converted, releases, tm
     assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []
 
 
-def test_settings_that_leave_some_to_a_class_and_keys_that_megatron_does_not_look_for_are_not_compared(
-    nemo,
-):
+def test_settings_that_leave_some_to_a_class_and_keys_that_megatron_does_not_look_for_are_not_compared(nemo):
     file = nemo / "context" / NEMO_MODEL
     file.write_text("config: {_target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B, num_layers: 7}")
     assert inspect(nemo)["args"] == {}

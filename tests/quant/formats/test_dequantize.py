@@ -321,7 +321,6 @@ def test_deepseek_v4s_experts_beside_its_fp8():
     factors = exponents.float().repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
     assert same(found["layers.0.attn.wq_a.weight"], (weight.float() * factors).to(torch.bfloat16))
     text = describe_format({"quantization_config": content, "expert_dtype": "fp4"}, InMemory({}, tensors).specs)
-    assert text is not None
     assert text == text_with("MXFP4 4-bit 32 1")
     assert text == text_with("FP8 float8_e4m3fn 128 128 1")
 

@@ -7,13 +7,10 @@ import torch
 from safetensors.torch import save_file
 from support.models import InMemory
 from support.quantized import group_config
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.formats.dequantize import dequantized, describe_format, format_of
-
-Tensors = dict[str, Tensor]
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [2, 2]}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}

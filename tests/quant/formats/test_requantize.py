@@ -157,7 +157,6 @@ def test_a_release_by_way_of_megatron(int4, tmp_path, arguments):
     assert verify(tmp_path / "back", source=tmp_path / "megatron").findings == []
     written = quantize(source, tmp_path / "direct", scheme)
     assert models.unequal(source, tmp_path / "direct") == []
-    assert written.dequantized is not None
     assert written.dequantized.startswith("INT4")
     convert(tmp_path / "megatron", tmp_path / "fresh", quantize=scheme)
     assert models.unequal(source, tmp_path / "fresh")

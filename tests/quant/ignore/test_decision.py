@@ -124,10 +124,7 @@ def test_a_list_or_a_model_that_contradicts_the_reference():
 
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [
-        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter"),
-        ("model.layers.2.self_attn.kv_b_proj", "SGLang"),
-    ],
+    [("model.layers.2.mlp.gate", "DeepseekV3TopkRouter"), ("model.layers.2.self_attn.kv_b_proj", "SGLang")],
 )
 def test_a_reference_that_packs_what_can_not_be(module, reason):
     with pytest.raises(CkptkitError, match=rf"--like .*{module}\.weight_packed.* {reason}"):

@@ -28,7 +28,6 @@ from ckptkit.verify.evidence.extremes import same_bytes
 
 pytest.importorskip("triton")
 
-Named = list[tuple[str, Tensor]]
 EXPERTS = 100
 SHAPES = {"gate_proj": (16, 64), "up_proj": (16, 64), "down_proj": (64, 32)}
 
