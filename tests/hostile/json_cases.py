@@ -62,8 +62,7 @@ def _value(key, value, root):
 
 
 def _scheme(where, value, root):
-    config = json.loads((root / "config.json").read_bytes())
-    quantization = config["quantization_config"]
+    quantization = json.loads((root / "config.json").read_bytes())["quantization_config"]
     if where == "weights":
         quantization["config_groups"]["group_0"]["weights"] |= value
     elif where == "targets":

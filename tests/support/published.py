@@ -1,9 +1,10 @@
 """Ignore lists as they are published, with the models that they belong to, cut to four layers."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from releases.record import unfolded
 
 LAYERS, EXPERTS = 4, 12
 # Sizes of no importance, as families read them.
@@ -88,16 +89,8 @@ def kimi_names():
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        attention = (
-            "q_a_proj",
-            "q_a_layernorm",
-            "q_b_proj",
-            "kv_a_proj_with_mqa",
-            "kv_a_layernorm",
-            "kv_b_proj",
-            "o_proj",
-        )
-        yield from (f"{at}self_attn.{name}.weight" for name in attention)
+        latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+        yield from (f"{at}self_attn.{name}.weight" for name in (*latent, "o_proj"))
         yield from (f"{at}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
         if layer == 0:
             yield from (f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -113,18 +106,6 @@ def kimi_names():
 PUBLISHED_FILE = Path(__file__).parents[1] / "quant/ignore/published_configs.json"
 PUBLISHED = {entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]}
 _NUMBERS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-
-
-def unfolded(name):
-    """Yields the names that a folded one stands for: `layers.{0..2,5}.mlp` is four."""
-    match = re.search(r"\{([\d.,]+)\}", name)
-    if match is None:
-        yield name
-        return
-    for part in match[1].split(","):
-        first, _, last = part.partition("..")
-        for number in range(int(first), int(last or first) + 1):
-            yield from unfolded(f"{name[: match.start()]}{number}{name[match.end() :]}")
 
 
 def restored(value):

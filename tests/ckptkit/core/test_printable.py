@@ -158,7 +158,7 @@ def words_of(verb, model, clean, out):
 
 # Every verb with every kind at night; daily each of both.
 CELLS = [(hostile, verb) for hostile in HOSTILE for verb in VERBS]
-DAILY = [cell for cell in CELLS if cell[0] == "values" or cell[1] in VERBS[-2:]]
+DAILY = [cell for cell in CELLS if cell[0] == "values" or cell[1] == VERBS[-2]]
 
 
 @pytest.mark.parametrize("cell", daily(CELLS, DAILY), ids=" ".join)

@@ -136,14 +136,6 @@ def test_tensors_that_share_memory_lie_in_that_of_their_source(releases, convert
         assert made.contiguous().untyped_storage().data_ptr() == read.untyped_storage().data_ptr(), tensor
 
 
-def test_only_some_are_copied():
-    source = Numbers()
-    sink = Sink(source)
-    copy(source, sink, "test", 2, only={"w3", "w5"})
-    assert sink.values == {"w3": 3, "w5": 5}
-    assert sorted(source.order) == ["w3", "w5"]
-
-
 @pytest.mark.parametrize(
     ("stage", "error"),
     [

@@ -197,6 +197,5 @@ def test_what_ranks_of_a_large_model_read(ranks):
             boxes = qwen3_8b_boxes(key, spec.shape, rank, ranks)
             own += sum(torch.Size(sizes).numel() for _, sizes in boxes)
             reads, reads_whole = reads + read_by(cut, key, boxes), reads_whole + read_by(whole, key, boxes)
-        total = sum(torch.Size(spec.shape).numel() for spec in specs.values())
-        assert reads_whole == total
+        assert reads_whole == sum(torch.Size(spec.shape).numel() for spec in specs.values())
         assert own <= reads <= 1.05 * own

@@ -101,8 +101,7 @@ def sglang(tmp_path_factory):
     assert stored.shape == (3, 16)
     save_file({"stored": stored, "codes": (zero_point.T.int() + 8).contiguous()}, file)
     configs = json.dumps([quantization_config(scheme) for scheme in SCHEMES])
-    printed = run_script("sglang", WORKER, file, configs)
-    return json.loads(printed.splitlines()[-1]), load_file(file)
+    return json.loads(run_script("sglang", WORKER, file, configs).splitlines()[-1]), load_file(file)
 
 
 def test_sglang_reads_every_config(sglang):
