@@ -104,10 +104,7 @@ def test_headers_are_read_without_torch(program, base, releases, converted, tmp_
 
 def test_what_computes_with_weights_names_the_line_that_installs_it(program, base, releases, tmp_path):
     source = releases("qwen3_moe")
-    for words in (
-        ["convert", source, tmp_path / "out"],
-        ["quantize", source, tmp_path / "out"],
-    ):
+    for words in (["convert", source, tmp_path / "out"], ["quantize", source, tmp_path / "out"]):
         code, text = run([program], base, *words)
         assert (code, f"next: {INSTALL}" in text) == (2, True), (words, text)
         assert "is not installed in" in text

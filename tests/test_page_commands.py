@@ -1,6 +1,5 @@
 """Commands of README and docs/ run as the pages say, on small models, or the page says why they do not run here."""
 
-import json
 import re
 import shutil
 import sys
@@ -13,7 +12,7 @@ import yaml
 from families.case import MOE, SIZES, Case, save
 from huggingface_hub import HfFileSystem, constants
 from releases.record import load
-from support import models
+from support import models, published
 from support.deltas import publish_chain
 from support.fake_hub import fake_hub
 from support.page_blocks import BLOCKS, PAGES, Shell, bash
@@ -161,21 +160,7 @@ def test_what_an_engine_can_be_sent_is_quantized(shell, tmp_path):
 
 def test_lint_prints_the_transcript_of_its_page(shell, tmp_path):
     [block] = blocks("docs/lint.md")
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
-            }
-        },
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    }
-    (tmp_path / "Qwen3-30B-A3B-W4A16").mkdir()
-    config = {**load(MODEL).config, "quantization_config": quantization}
-    (tmp_path / "Qwen3-30B-A3B-W4A16/config.json").write_text(json.dumps(config))
+    published.write(tmp_path / "Qwen3-30B-A3B-W4A16", load(MODEL).config, ["lm_head", "re:.*mlp.gate$"])
     [command] = block.commands
     assert shell.run(command) == (1, block.text.partition("\n")[2])
 
@@ -194,16 +179,23 @@ def test_checkpoints_at_urls_are_read_and_written(shell, tiny, tmp_path, monkeyp
         assert {"exports/100/config.json", "qwen-int4/config.json"} <= {*bucket.listed()}
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_job_starts_only_behind_its_check(number, shell, tiny, tmp_path):
-    text, programs = blocks("docs/jobs.md", "Checks inside a job, and before it")[number].text, tmp_path / "bin"
-    programs.mkdir()
+@pytest.fixture
+def programs(shell, tiny, tmp_path):
+    """A folder with the programs of a cluster; the model is there in Megatron's format too, and in HF's also broken."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
     for name, body in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
-        (programs / name).chmod(0o755)
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
     shell.run(f"ckptkit convert {tiny.name} qwen3-megatron")
     shutil.copytree(tiny, "broken")
     next(Path("broken").glob("*.safetensors")).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_job_starts_only_behind_its_check(number, programs, tiny):
+    text = blocks("docs/jobs.md", "Checks inside a job, and before it")[number].text
     for name, code in ((tiny.name, 0), ("broken", 1)):
         done = bash(text, programs, HF=name, LOAD="qwen3-megatron", REF="qwen3-megatron")
         assert done.returncode == code, done.stdout + done.stderr
@@ -216,19 +208,12 @@ def snippet(key):
     return one
 
 
-def test_configurations_of_ci_run_the_check_and_keep_its_report(shell, tiny, tmp_path):
+def test_configurations_of_ci_run_the_check_and_keep_its_report(programs, tiny):
     steps = snippet("jobs")["jobs"]["preflight"]["steps"]
     [check] = [step["run"] for step in steps if "ckptkit preflight" in step.get("run", "")]
     [summary] = [step for step in steps if "SUMMARY" in step.get("run", "")]
     gitlab = snippet("stages")["preflight"]
     [hook] = snippet("repos")["repos"][0]["hooks"]
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "ckptkit").write_text(f"#!/bin/bash\n{PROGRAMS['ckptkit']}\n")
-    (programs / "ckptkit").chmod(0o755)
-    shell.run(f"ckptkit convert {tiny.name} qwen3-megatron")
-    shutil.copytree(tiny, "broken")
-    next(Path("broken").glob("*.safetensors")).unlink()
     for name, code, said in ((tiny.name, 0, "PASSED"), ("broken", 1, "FAILED")):
         for command in (check, *gitlab["script"]):
             line = command.replace("/hf/qwen3", name).replace("/ckpt/qwen3", "qwen3-megatron")

@@ -92,8 +92,7 @@ def test_a_merged_checkpoint_is_written_in_every_way(adapters, tmp_path):
 def test_factors_with_an_axis_of_experts_fit_and_are_not_merged(of_each, target_modules, adapters, tmp_path):
     """One A for gate and up of all experts, one B for down, as SGLang reads them; PEFT merges to the base."""
     path, name = adapters("fused experts"), "model.layers.2.mlp.experts"
-    base = models.tensors(path / "base")
-    inner, hidden = base[f"{name}.0.gate_proj.weight"].shape
+    inner, hidden = models.tensors(path / "base")[f"{name}.0.gate_proj.weight"].shape
     torch.manual_seed(2)
     sizes = {"gate_up_proj.lora_A": (of_each, 4, hidden), "gate_up_proj.lora_B": (12, 2 * inner, 4)}
     sizes |= {"down_proj.lora_A": (12, 4, inner), "down_proj.lora_B": (of_each, hidden, 4)}
@@ -103,8 +102,7 @@ def test_factors_with_an_axis_of_experts_fit_and_are_not_merged(of_each, target_
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": target_modules}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "base").symlink_to(path / "base")
-    adapter = opened(tmp_path)
-    assert adapter.faults == []
+    assert opened(tmp_path).faults == []
     with pytest.raises(UnsupportedError, match=rf"{name}\.down_proj\.lora_A\.weight"):
         convert(path / "base", tmp_path / "out", merge=tmp_path / "adapter")
     assert not (tmp_path / "out").exists()

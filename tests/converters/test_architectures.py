@@ -3,11 +3,12 @@
 import pytest
 import transformers.models.auto.modeling_auto as auto
 from mutations.edits import edit_config
+from support.messages import refusal
 from transformers import CONFIG_MAPPING
 
 from ckptkit.app.api import convert
 from ckptkit.converters.registry import FAMILIES, family_of
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -62,16 +63,14 @@ def test_a_config_is_taken_by_its_model_type_and_a_class_of_it_or_none():
 
 @pytest.mark.parametrize("stated", [{"LlamaForCausalLM": 1}, [7]])
 def test_architectures_that_are_no_list_of_names_are_refused(stated):
-    with pytest.raises(CkptkitError, match="architectures"):
-        family_of({"model_type": "llama", "architectures": stated})
+    refusal("architectures", family_of, {"model_type": "llama", "architectures": stated})
 
 
 def test_a_draft_is_not_taken_for_its_base(releases, copy_of, tmp_path):
     """Tensors that a llama-like config promises, under the class of a draft model."""
     eagle, name = copy_of(releases("qwen2-tied")), "Qwen2ForCausalLMEagle3"
     edit_config(eagle, architectures=[name])
-    with pytest.raises(CkptkitError, match=f"{name} of model_type 'qwen2'.*{DRAFT}"):
-        convert(eagle, tmp_path / "megatron")
+    refusal(f"{name} of model_type 'qwen2'.*{DRAFT}", convert, eagle, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
     for report in (verify(eagle), preflight(hf_checkpoint=eagle)):
         assert (report.status, report.findings) == ("inconclusive", [])

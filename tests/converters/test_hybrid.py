@@ -8,10 +8,10 @@ from families.mtp import small
 from support import models
 from support.installed import require_megatron
 from support.megatron_saves import Save, save_with_megatron
+from support.messages import refusal
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.parallel import ParallelSizes
-from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, read_metadata
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
@@ -35,8 +35,7 @@ def test_a_part_that_is_missing_is_named(release, tmp_path):
     convert(release, tmp_path / "megatron")
     path = tmp_path / "megatron" / "release"
     models.edit_metadata(path, lambda metadata: metadata.state_dict_metadata.pop(IN_PROJ + ".z"))
-    with pytest.raises(CkptkitError, match=rf"{IN_PROJ} .*\.z"):
-        TorchDistCheckpoint(path)
+    refusal(rf"{IN_PROJ} .*\.z", TorchDistCheckpoint, path)
 
 
 def test_float32_state_is_never_rounded_and_the_norm_is_exact(release, tmp_path):
@@ -61,8 +60,7 @@ def test_a_norm_that_would_be_rounded_is_refused(release, copy_of, tmp_path):
     norm = models.tensors(source)[name].bfloat16()
     norm[3] = 1e-9
     models.edit(source, name, norm)
-    with pytest.raises(CkptkitError, match=rf"{name} .*decoder\.layers\.1\.self_attention\.out_norm\.weight"):
-        convert(source, tmp_path / "out")
+    refusal(rf"{name} .*decoder\.layers\.1\.self_attention\.out_norm\.weight", convert, source, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,7 +56,6 @@ def test_pairs_of_one_part_are_named_with_the_way_to_peft(alone, words, converte
 RANK, LAYERS = 4, 12
 RUN = f"peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: {RANK}\n  alpha: 16\nmodel:\n  num_layers: {LAYERS}\n"
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(scope="module")

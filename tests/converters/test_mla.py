@@ -1,4 +1,7 @@
-"""Latent attention: the two names of its norms on disk, and what ranks of real Megatron hold and save."""
+"""Latent attention: its norms' two names on disk, its indexer, and what ranks of real Megatron hold and save."""
+
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ from support.messages import text_with
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.arguments import megatron_args
 from ckptkit.converters.megatron.parallel import ParallelSizes
-from ckptkit.converters.planner import rules_of
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.verify.checks.config.arguments import mismatches
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.skip import CannotCheck
@@ -170,3 +175,74 @@ def test_megatron_from_019_on_has_another_moonlight(releases, converted, monkeyp
     monkeypatch.setattr(Interpreter, "release", lambda self, package: "0.19.0")
     with pytest.raises(CannotCheck, match="0.19.0.*linear_q_proj.*q_lora_rank"):
         run_megatron(Subject(converted("moonlight"), releases("moonlight")))
+
+
+# The indexer of sparse attention
+
+
+SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
+def test_slime_dialect(releases, converted, tmp_path, name):
+    """slime's names and rows for whatever the indexer is made of, and the same release again."""
+    convert(releases(name), tmp_path / "megatron", dialect="slime")
+    slime, mcore = (TorchDistCheckpoint(path / "release") for path in (tmp_path / "megatron", converted(name)))
+    sizes = dims_of(config_of(CASES[name])).indexer
+    places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
+    names = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
+    names |= {name: name for name in ("k_norm.weight", "k_norm.bias")}
+    renamed = {
+        f"{at}self_attention.core_attention.indexer.{own}": f"{at}self_attention.{new}"
+        for at in places
+        for own, new in names.items()
+    }
+    assert {renamed.get(own, own) for own in mcore.specs} == set(slime.specs)
+    before, after = mcore.read(list(renamed)), slime.read(list(renamed.values()))
+    for own, new in renamed.items():
+        released = before[own]
+        if "weights_proj" not in own:
+            released = torch.cat([part for head in released.split(64) for part in (head[16:], head[:16])])
+        assert torch.equal(after[new], released), new
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert models.unequal(tmp_path / "back", releases(name)) == []
+
+
+def test_every_rank_holds_the_whole_indexer(releases, converted):
+    require_megatron()
+    name = "glm_moe_dsa-shared"
+    subject = Subject(converted(name), releases(name), options=VerifyOptions(tp=2, ep=2))
+    if not SINCE_0_19:
+        with pytest.raises(CannotCheck, match="0.19"):
+            run_megatron(subject)
+        return
+    assert run_megatron(subject).failures == {}
+    assert [finding for check in (strict_load, right_slices) for finding in check(subject, Tally())] == []
+    for report in run_megatron(subject).reports:
+        held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
+        assert len(held) == 6 * 5
+        assert held["decoder.layers.10.self_attention.core_attention.indexer.linear_wq_b.weight"] == 14 * 64 * 48
+
+
+def test_layers_that_share_have_no_rules():
+    shared = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa-shared"]))}
+    every = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa"]))}
+    gone = {name for name in every - shared if ".indexer." in name}
+    assert shared == every - gone
+    assert {int(name.split(".")[2]) for name in gone} == {3, 4, 5, 7, 8, 9, 11}
+    assert len(gone) == 7 * 5
+
+
+def test_a_run_with_slimes_module_stores_no_size_of_it():
+    dims = dims_of(config_of(CASES["deepseek_v32"]))
+    args = megatron_args(dims, "slime")
+    assert [name for name in args if "dsa" in name or "experimental" in name] == []
+    none = {"dsa_indexer_n_heads": None, "experimental_attention_variant": None}
+    assert list(mismatches(dims, args | none)) == []
+
+
+def test_arguments_from_before_0_19_are_named_with_the_release():
+    dims = dims_of(config_of(CASES["deepseek_v32"]))
+    args = {name: value for name, value in megatron_args(dims).items() if name != "dsa_indexer_rope_interleaved"}
+    ((argument, expected, actual),) = mismatches(dims, args)
+    assert (argument, expected, "0.19" in actual) == ("dsa_indexer_rope_interleaved", "False", True)

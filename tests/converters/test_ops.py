@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import CASES
 from families.table import config_of
+from support.messages import refusal
 
 from ckptkit.converters.config.dims import LinearAttention
 from ckptkit.converters.families.deepseek_v32 import RotaryLast
@@ -98,8 +99,7 @@ def test_half_of_a_group_of_gated_heads_is_cut():
     ids=lambda one: type(one).__name__,
 )
 def test_sizes_that_do_not_divide_are_refused(op, count):
-    with pytest.raises(CkptkitError):
-        op.shard(torch.zeros(count, 2), 0, 3 if isinstance(op, GatedQkv) else 4)
+    refusal("", op.shard, torch.zeros(count, 2), 0, 3 if isinstance(op, GatedQkv) else 4)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -142,8 +142,7 @@ def outcome(run):
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(run, shapes, said):
-    with pytest.raises(CkptkitError, match=said):
-        shape_of(run, shapes)
+    refusal(said, shape_of, run, shapes)
 
 
 def test_chunks_are_those_of_torch():

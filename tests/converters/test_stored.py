@@ -1,8 +1,11 @@
 """Tensors that a release stores otherwise than transformers saves them, and saves that are not the release's."""
 
+import filecmp
 import json
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from families.mtp import small
 from families.table import config_of
 from releases.record import load
 from support import models
+from support.messages import refusal
 from support.nightly import daily
 
 from ckptkit.app.api import convert, quantize
@@ -26,6 +30,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import write_config
 from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.run import verify
 
 FUSED = {
     "mixtral": "model.layers.0.mlp.experts.gate_up_proj",
@@ -39,9 +44,8 @@ FUSED = {
 def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path, name):
     save(name, CASES[name], tmp_path / "v5", torch.bfloat16, fused=True)
     assert FUSED[name] in HfCheckpoint(tmp_path / "v5").specs
-    with pytest.raises(CkptkitError, match=f"transformers v5.*{name}") as error:
-        convert(tmp_path / "v5", tmp_path / "megatron")
-    assert "save_original_format=True" in str(error.value.hint)
+    error = refusal(f"transformers v5.*{name}", convert, tmp_path / "v5", tmp_path / "megatron")
+    assert "save_original_format=True" in str(error.hint)
 
 
 def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path):
@@ -57,16 +61,13 @@ def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path):
 def test_fused_experts_with_other_axes_are_refused(name, shape, axes):
     config = load("openai/gpt-oss-20b").config
     source = models.InMemory(config, {f"a.mlp.experts.{name}": torch.zeros(shape)})
-    with pytest.raises(CkptkitError, match=axes):
-        unfuse(source.specs, config, "here")
+    refusal(axes, unfuse, source.specs, config, "here")
 
 
 def test_int4_experts_that_no_reader_knows_one_by_one_are_refused(releases, converted, tmp_path):
     scheme = QuantScheme(32, "qmax7")
-    with pytest.raises(CkptkitError, match="INT4 gpt_oss"):
-        quantize(releases("gpt_oss"), tmp_path / "int4", scheme)
-    with pytest.raises(CkptkitError, match="INT4 gpt_oss"):
-        convert(converted("gpt_oss"), tmp_path / "int4", quantize=scheme)
+    refusal("INT4 gpt_oss", quantize, releases("gpt_oss"), tmp_path / "int4", scheme)
+    refusal("INT4 gpt_oss", convert, converted("gpt_oss"), tmp_path / "int4", quantize=scheme)
 
 
 def test_experts_are_fused_only_where_the_release_has_them_so():
@@ -94,8 +95,7 @@ def test_minimax_tensors_of_multi_token_prediction_are_refused(releases, tmp_pat
     to_megatron(HfCheckpoint(releases("minimax_m2")), "this release")
     more = replace(CASES["minimax_m2"], added=lambda model, dtype: {extra: torch.ones(320, dtype=dtype)})
     save("minimax_m2", more, tmp_path / "more", torch.bfloat16)
-    with pytest.raises(CkptkitError, match=re.escape(extra)):
-        to_megatron(HfCheckpoint(tmp_path / "more"), "this release")
+    refusal(re.escape(extra), to_megatron, HfCheckpoint(tmp_path / "more"), "this release")
 
 
 def test_rows_of_queries_keys_and_values_of_ling_are_put_in_groups(releases):
@@ -134,3 +134,73 @@ def test_a_written_config_states_the_dtype_where_the_release_does(tmp_path):
     write_config(tmp_path, config, {"x": TensorSpec("x", (2,), "float32")})
     config["thinker_config"]["dtype"] = "float32"
     assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+# There and back under other circumstances than those that test_families.py puts every family through
+
+
+def test_convert_back_from_a_moved_iteration_needs_hf(releases, converted, tmp_path):
+    moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
+    refusal("HF.*stored", convert, moved, tmp_path / "back")
+    convert(moved, tmp_path / "back", hf=releases("qwen3_moe"))
+    assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []
+
+
+def test_convert_of_a_single_file_without_an_index_comes_back(tmp_path):
+    models.save("qwen2-tied", tmp_path / "hf", shard_size="1GB")
+    assert not (tmp_path / "hf/model.safetensors.index.json").exists()
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert filecmp.cmp(tmp_path / "hf/model.safetensors", tmp_path / "back/model.safetensors", shallow=False)
+    assert not (tmp_path / "back/model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("way", ["back to HF", "to INT4"])
+def test_max_shard_size_cuts_files_anew(way, releases, converted, tmp_path):
+    """Whatever the release's own shards are; a file that holds more holds one tensor."""
+    if way == "back to HF":
+        convert(converted("qwen2-tied"), tmp_path / "out", max_shard_size=300_000)
+        assert models.unequal(tmp_path / "out", releases("qwen2-tied")) == []
+    else:
+        quantize(releases("qwen2-tied"), tmp_path / "out", QuantScheme(32, "qmax7"), max_shard_size=300_000)
+    out, before = HfCheckpoint(tmp_path / "out"), HfCheckpoint(releases("qwen2-tied"))
+    assert len(out.layout) > len(before.layout)
+    assert all(
+        sum(out.specs[name].nbytes for name in names) <= 300_000 or len(names) == 1 for names in out.layout.values()
+    )
+
+
+def test_dtype_changes_all_but_fp32_state_and_config_says_so(releases, tmp_path):
+    convert(releases("glm4_moe"), tmp_path / "megatron", dtype="float32")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    before = models.tensors(releases("glm4_moe"))
+    assert models.unequal(tmp_path / "back", {key: tensor.float() for key, tensor in before.items()}) == []
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+    convert(tmp_path / "megatron", tmp_path / "half", dtype="bfloat16")
+    assert models.unequal(tmp_path / "half", before) == []
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
+
+
+NAME = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+
+
+def frequencies(model, dtype):
+    """Those that the model computes with, once a layer, in float32."""
+    return {
+        NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)
+    }
+
+
+@pytest.mark.parametrize("name", daily(("llama", "mistral", "mixtral", "qwen2-untied"), ("mixtral",)))
+def test_rotary_frequencies_come_back_from_megatron_and_stay_beside_int4_weights(name, tmp_path):
+    release = tmp_path / "release"
+    save(name, replace(CASES[name], added=frequencies), release, torch.bfloat16)
+    convert(release, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert models.unequal(tmp_path / "back", release) == []
+    quantize(release, tmp_path / "int4", QuantScheme(32, "qmax7"))
+    for path in (release, tmp_path / "megatron", tmp_path / "int4"):
+        report = verify(path, source=release)
+        assert (report.findings, report.status) == ([], "passed")
+    stored = NAME.format(3)
+    assert torch.equal(models.tensors(tmp_path / "int4")[stored], models.tensors(release)[stored])

@@ -20,21 +20,8 @@ from families import (
 )
 from families.case import Case as Case
 
-CASES = {
-    **qwen.CASES,
-    **mtp.CASES,
-    **gqa.CASES,
-    **mla.CASES,
-    **dsa.CASES,
-    **hy_v3.CASES,
-    **exaone_moe.CASES,
-    **qwen3_omni.CASES,
-    **bailing_moe.CASES,
-    **sandwich.CASES,
-    **gpt_oss.CASES,
-    **hybrid.CASES,
-    **nemotron_h.CASES,
-}
+_LOADED = (qwen, mtp, gqa, mla, dsa, hy_v3, exaone_moe, qwen3_omni, bailing_moe, sandwich, gpt_oss, hybrid, nemotron_h)
+CASES = {name: case for module in _LOADED for name, case in module.CASES.items()}
 # Those that no released Megatron loads, and all whose HF checkpoints are read, written and quantized.
 UNWITNESSED = unwitnessed.CASES | kimi_k3.CASES | glm5_next.CASES
 HF_CASES = CASES | UNWITNESSED

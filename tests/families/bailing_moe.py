@@ -6,7 +6,7 @@ import torch
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
-from families.case import MOE, SIZES, Case, random
+from families.case import MOE, SIZES, Case, renamed, strong_mlp
 from families.gqa import Fp32RouterBias
 from families.mtp import added_layer, reference
 
@@ -62,14 +62,8 @@ def with_names_of_release(tensors):
             rows = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
             found[f"{match[1]}.attention.query_key_value.weight"] = torch.cat(rows)
         elif not name.endswith(("k_proj.weight", "v_proj.weight")):
-            for old, new in _NAMES.items():
-                name = re.sub(old, new, name)
             found[name] = tensor
-    return found
-
-
-def value(name, tensor, dtype):
-    return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
+    return renamed(found, _NAMES)
 
 
 # The MTP layer by GLM-4.5's names; the release has copies of neither embedding nor output layer.
@@ -94,7 +88,7 @@ CASES = {
         config,
         added=draft,
         edit=lambda content: as_released(content) | {"num_nextn_predict_layers": 1},
-        value=value,
+        value=strong_mlp,
         auto=Fp32RouterBias,
         mtp=mtp,
         witness=f"{WITNESS}; MTP: its decoder layer in the equations of that code",
@@ -103,7 +97,7 @@ CASES = {
     "bailing_moe_v2-tied": Case(
         lambda: config(n_shared_experts=1, tie_word_embeddings=True),
         edit=lambda content: as_released(content) | {"model_type": "bailing_moe_v2"},
-        value=value,
+        value=strong_mlp,
         auto=Fp32RouterBias,
         witness=WITNESS,
         whole=with_names_of_release,

@@ -1,6 +1,7 @@
 """Models of which the installed transformers has no class: parameters under published names, which compute nothing."""
 
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -27,6 +28,12 @@ def published(model):
 def tower(model):
     """Random tensors of a vision tower, which is only carried along."""
     return lambda _, dtype: {name: torch.randn(shape).to(dtype) for name, shape, _ in published(f"{model}_vision")}
+
+
+def multimodal(kind, architecture, text, vision):
+    """A config of one of the classes below."""
+    content = {"text_config": deepcopy(text), "vision_config": dict(vision), "dtype": "bfloat16"}
+    return kind(architectures=[architecture], tie_word_embeddings=False, **content)
 
 
 def classes(model_type, architecture, *, also=""):

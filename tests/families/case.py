@@ -1,9 +1,10 @@
 """What a test model of a family is, and how it is saved as a release would look."""
 
 import json
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ def random(name, tensor, dtype):
         return 6.9 + 0.1 * torch.randn(tensor.shape)
     norm = "norm" in name
     return (torch.randn(tensor.shape) * (0.2 if norm else 0.02) + norm).to(dtype)
+
+
+def strong_mlp(name, tensor, dtype):
+    """As `random`, with MLPs and experts that matter more."""
+    return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
+
+
+def mixer_value(name, tensor, dtype):
+    """As `random`, with mixers that forget over some tokens."""
+    if name.endswith(("A_log", "dt_bias")):
+        return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
+    return random(name, tensor, dtype)
 
 
 def biases_in_float32(name, tensor):
@@ -98,13 +111,19 @@ def save(name, case, path, dtype, *, fused=False, shard_size="400KB"):
     """Saves the model as a release: shards, an index, side files. Returns the model and the tensors added."""
     model = build(name, case, dtype)
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
+    shards = [load_file(file) for file in sorted(path.glob("model*.safetensors"))]
     if case.stored:
-        _restore(path, case, case.stored)
+        shards = [{case.renamed.get(key, key): case.stored(key, one) for key, one in each.items()} for each in shards]
     if case.whole:
-        _regroup(path, case.whole)
+        whole = case.whole({key: tensor for each in shards for key, tensor in each.items()})
+        names, count = sorted(whole), len(shards)
+        edges = [-(-len(names) * place // count) for place in range(count + 1)]
+        shards = [{key: whole[key] for key in names[begin:end]} for begin, end in pairwise(edges)]
     added = case.added(model, dtype)
     if added:
-        _add(path, added, case.prefix)
+        shards = [*({case.prefix + key: tensor for key, tensor in each.items()} for each in shards), added]
+    if case.stored or case.whole or added:
+        _write(path, shards)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(case.edit(config), indent=2) + "\n")
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256}))
@@ -112,55 +131,29 @@ def save(name, case, path, dtype, *, fused=False, shard_size="400KB"):
     return model, added
 
 
-def _restore(path, case, stored):
-    """Every tensor as it lies in the release, under the name that it has there."""
-    total = 0
-    for file in path.glob("*.safetensors"):
-        content = {
-            case.renamed.get(key, key): stored(key, tensor).contiguous() for key, tensor in load_file(file).items()
-        }
-        total += sum(tensor.nbytes for tensor in content.values())
-        save_file(content, file, metadata={"format": "pt"})
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        read = json.loads(index.read_text())
-        names = {case.renamed.get(key, key): file for key, file in read["weight_map"].items()}
-        read |= {"weight_map": dict(sorted(names.items())), "metadata": read["metadata"] | {"total_size": total}}
-        index.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n")
-
-
-def _regroup(path, whole):
-    """Every tensor as the release has them, in as many shards as before."""
-    files = sorted(path.glob("model*.safetensors"))
-    content = whole({key: tensor for file in files for key, tensor in load_file(file).items()})
-    names = sorted(content)
-    weight_map = {name: files[place * len(files) // len(names)].name for place, name in enumerate(names)}
-    for file in files:
-        shard = {name: content[name].contiguous() for name, stored in weight_map.items() if stored == file.name}
-        save_file(shard, file, metadata={"format": "pt"})
-    total = sum(tensor.nbytes for tensor in content.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _add(path, added, prefix):
-    """One more shard, with the others renamed to count it, and their tensors with a prefix."""
-    files = sorted(path.glob("model*.safetensors"))
-    count = len(files) + 1
-    contents = [{prefix + key: tensor for key, tensor in load_file(file).items()} for file in files]
-    contents += [{key: tensor.contiguous().clone() for key, tensor in added.items()}]
-    for file in files:
+def _write(path, shards):
+    """Replaces all weights by these shards, with their index where they are several."""
+    for file in path.glob("model*.safetensors"):
         file.unlink()
-    weight_map = {}
-    for index, content in enumerate(contents, 1):
-        file_name = f"model-{index:05d}-of-{count:05d}.safetensors"
-        save_file(content, path / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(content, file_name)
-    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for content in contents for tensor in content.values())
-    index_text = json.dumps(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, sort_keys=True
-    )
-    (path / "model.safetensors.index.json").write_text(index_text + "\n")
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({key: one.contiguous().clone() for key, one in shard.items()}, path / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def renamed(tensors, names):
+    """The tensors under other names: each of the patterns in `names` is replaced in turn."""
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = re.sub(old, new, name)
+        found[name] = tensor
+    return found
 
 
 def tokens(length=16):

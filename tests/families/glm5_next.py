@@ -1,10 +1,8 @@
 """GLM-5.3-Flash, of which transformers has a class from 5.16 on. Nothing computes its logits."""
 
-from copy import deepcopy
-
 from releases.record import load
 
-from families.by_name import LATENT, classes, tower
+from families.by_name import LATENT, classes, multimodal, tower
 from families.case import Case
 
 KINDS = (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 3
@@ -20,11 +18,6 @@ VISION = RELEASE["vision_config"] | {"depth": 2, "hidden_size": 24, "image_size"
 VISION |= {"intermediate_size": 40, "out_hidden_size": 128, "projection_intermediate_size": 40}
 
 
-def config():
-    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
-    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
-    return CONFIG(architectures=["Glm5NextForConditionalGeneration"], **content)
-
-
-CONFIG, MODEL = classes("glm5_next", "Glm5NextForConditionalGeneration")
-CASES = {"glm5_next": Case(config, added=tower("glm5_next"), auto=MODEL)}
+NAME = "Glm5NextForConditionalGeneration"
+CONFIG, MODEL = classes("glm5_next", NAME)
+CASES = {"glm5_next": Case(lambda: multimodal(CONFIG, NAME, TEXT, VISION), added=tower("glm5_next"), auto=MODEL)}

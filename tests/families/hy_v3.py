@@ -1,11 +1,9 @@
 """Hunyuan 3, whose releases name router, selection bias and shared expert otherwise than transformers."""
 
-import re
-
 from transformers import HYV3Config
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 
-from families.case import MOE, SIZES, Case, random
+from families.case import MOE, SIZES, Case, renamed, strong_mlp
 from families.gqa import Fp32RouterBias
 from families.mtp import added_layer, reference
 
@@ -42,34 +40,20 @@ def mtp_layer(config, number):
     return HYV3DecoderLayer(config, number - 1)
 
 
-def value(name, tensor, dtype):
-    return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
-
-
 def added(model, dtype):
     """The MTP layer under the names of the release."""
-    tensors = added_layer(mtp_layer)(model, dtype)
-    renamed = {
+    names = {
         r"mlp\.gate\.": "mlp.router.gate.",
         r"mlp\.e_score_correction_bias$": "mlp.expert_bias",
         r"mlp\.shared_experts\.": "mlp.shared_mlp.",
         r"shared_head\.norm\.": "final_layernorm.",
     }
-    return _with_names(tensors, renamed)
+    return renamed(added_layer(mtp_layer)(model, dtype), names)
 
 
 def mtp(model, tensors, tokens):
     """Logits of the MTP layer: DeepSeek's equations."""
-    return reference(mtp_layer)(model, _with_names(tensors, _NAMES), tokens)
-
-
-def _with_names(tensors, names):
-    found = {}
-    for name, tensor in tensors.items():
-        for old, new in names.items():
-            name = re.sub(old, new, name)
-        found[name] = tensor
-    return found
+    return reference(mtp_layer)(model, renamed(tensors, _NAMES), tokens)
 
 
 CASES = {
@@ -77,7 +61,7 @@ CASES = {
         config,
         added=added,
         edit=as_released,
-        value=value,
+        value=strong_mlp,
         auto=Fp32RouterBias,
         mtp=mtp,
         witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",

@@ -19,7 +19,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from families.case import MOE, SIZES, Case, random
-from families.mtp import load_layer, next_tokens, random_layer
+from families.mtp import load_layer, next_tokens, random_layer, run_layer
+from families.qwen import VISION as QWEN_VISION
 
 # Every fourth layer has full attention. Key heads, value heads, their sizes, and those of attention all differ.
 LINEAR = {
@@ -35,15 +36,7 @@ LINEAR = {
 ROUTED = MOE | {"num_experts": 12, "shared_expert_intermediate_size": 72}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-}
+VISION = QWEN_VISION | {"num_position_embeddings": 16}
 
 
 def value(name, tensor, dtype):
@@ -93,9 +86,7 @@ def added_mtp(layer, *, fused=False):
     return added
 
 
-def mtp_logits(
-    layer,
-):
+def mtp_logits(layer):
     """Logits of the MTP layer: the decoder layer in the equations of `families.mtp`, with this family's norms.
 
     That `fc` takes the embedding first is what SGLang's classes do (tests/converters/test_sglang_mtp.py runs them).
@@ -117,11 +108,7 @@ def mtp_logits(
         embedded = norm("pre_fc_norm_embedding", language.embed_tokens(next_tokens(tokens)))
         hidden = norm("pre_fc_norm_hidden", language(input_ids=tokens).last_hidden_state)
         joined = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added["mtp.fc.weight"])
-        length = joined.shape[1]
-        mask = torch.full((length, length), torch.finfo(joined.dtype).min).triu(1)[None, None]
-        rotary = language.rotary_emb(joined, position_ids=torch.arange(length)[None])
-        result = made.eval()(joined, attention_mask=mask, position_embeddings=rotary)
-        return nn.functional.linear(norm("norm", result), model.lm_head.weight)
+        return nn.functional.linear(norm("norm", run_layer(language, made, joined)), model.lm_head.weight)
 
     return logits
 

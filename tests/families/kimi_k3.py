@@ -1,10 +1,8 @@
 """Kimi K3, of which no released transformers has a class. Nothing computes its logits."""
 
-from copy import deepcopy
-
 from releases.record import load
 
-from families.by_name import LATENT, classes, tower
+from families.by_name import LATENT, classes, multimodal, tower
 from families.case import Case, random
 
 # Layers counted from 1. The last two have latent attention both, as in the release.
@@ -20,13 +18,8 @@ VISION |= {"mm_hidden_size": 32, "qkv_hidden_size": 32, "text_hidden_size": 128,
 VISION |= {"vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 2}
 
 
-def config():
-    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
-    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
-    return CONFIG(architectures=["KimiK3ForConditionalGeneration"], **content)
-
-
-CONFIG, MODEL = classes("kimi_k3", "KimiK3ForConditionalGeneration")
+NAME = "KimiK3ForConditionalGeneration"
+CONFIG, MODEL = classes("kimi_k3", NAME)
 
 
 def value(name, tensor, dtype):
@@ -37,4 +30,6 @@ def value(name, tensor, dtype):
     return result
 
 
-CASES = {"kimi_k3": Case(config, added=tower("kimi_k3"), value=value, auto=MODEL)}
+CASES = {
+    "kimi_k3": Case(lambda: multimodal(CONFIG, NAME, TEXT, VISION), added=tower("kimi_k3"), value=value, auto=MODEL)
+}

@@ -64,12 +64,16 @@ def load_layer(layer, prefix, tensors):
     layer.load_state_dict(state)
 
 
-def run_layer(model, layer, hidden):
-    """Runs a causal decoder layer on hidden states [batch, sequence, hidden], with the model's rotary embedding."""
+def causal_mask(hidden):
+    """For hidden states [batch, sequence, hidden]."""
     length = hidden.shape[1]
-    mask = torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
-    rotary = model.model.rotary_emb(hidden, position_ids=torch.arange(length)[None])
-    return layer.eval()(hidden, attention_mask=mask, position_embeddings=rotary)
+    return torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
+
+
+def run_layer(model, layer, hidden):
+    """Runs a causal decoder layer on hidden states [batch, sequence, hidden], with the rotary embedding of `model`."""
+    rotary = model.rotary_emb(hidden, position_ids=torch.arange(hidden.shape[1])[None])
+    return layer.eval()(hidden, attention_mask=causal_mask(hidden), position_embeddings=rotary)
 
 
 def layer_prefix(model):
@@ -77,12 +81,7 @@ def layer_prefix(model):
     return f"model.layers.{model.config.num_hidden_layers}."
 
 
-def added_layer(
-    make,
-    *,
-    copies=True,
-    change=lambda name, value: value,
-):
+def added_layer(make, *, copies=True, change=lambda name, value: value):
     """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds, changed."""
 
     def added(model, dtype):
@@ -99,9 +98,7 @@ def added_layer(
     return added
 
 
-def reference(
-    make,
-):
+def reference(make):
     """Logits of the MTP layer of DeepSeek and GLM by the equations above."""
 
     def logits(model, added, tokens):
@@ -111,7 +108,7 @@ def reference(
         hidden = rms_norm(model.model(tokens).last_hidden_state, added[prefix + "hnorm.weight"], eps)
         embedded = rms_norm(model.model.embed_tokens(next_tokens(tokens)), added[prefix + "enorm.weight"], eps)
         joined = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added[prefix + "eh_proj.weight"])
-        result = run_layer(model, layer, joined)
+        result = run_layer(model.model, layer, joined)
         return nn.functional.linear(
             rms_norm(result, added[prefix + "shared_head.norm.weight"], eps), model.lm_head.weight
         )
@@ -145,7 +142,7 @@ def mimo_reference(model, added, tokens):
         embedded = rms_norm(model.model.embed_tokens(tokens), added[prefix + "token_layernorm.weight"], eps)
         before = rms_norm(hidden, added[prefix + "hidden_layernorm.weight"], eps)
         joined = nn.functional.linear(torch.cat([before, embedded], dim=-1), added[prefix + "input_proj.weight"])
-        hidden = rms_norm(run_layer(model, layer, joined), added[prefix + "final_layernorm.weight"], eps)
+        hidden = rms_norm(run_layer(model.model, layer, joined), added[prefix + "final_layernorm.weight"], eps)
         found.append(nn.functional.linear(hidden, model.lm_head.weight))
     return torch.cat(found)
 

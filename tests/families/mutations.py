@@ -1,12 +1,8 @@
 """Wrong mappings, made from the right ones: whatever a family's rules are, each can be wrong in these ways."""
 
-from collections.abc import Mapping
 from itertools import combinations
 
 import torch
-from torch import Tensor
-
-Tensors = Mapping[str, Tensor]
 
 
 def mutations(rules, hf):

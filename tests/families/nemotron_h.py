@@ -9,8 +9,8 @@ from torch import nn
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
-from families.case import MOE, SIZES, Case, biases_in_float32, random
-from families.mtp import next_tokens, rms_norm
+from families.case import MOE, SIZES, Case, biases_in_float32, mixer_value
+from families.mtp import causal_mask, next_tokens, rms_norm
 
 # Experts in the layers in which tests lose and exchange some.
 PATTERN = "M*-EM*EEM-*EM"
@@ -36,16 +36,16 @@ def sizes():
 
 
 def value(name, tensor, dtype):
-    """As `random`, with mixers that forget over some tokens, and every block strong enough to show."""
-    if name.endswith(("A_log", "dt_bias")):
-        return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
+    """As `mixer_value`, with every block strong enough to show."""
     if name.endswith(".D"):
         return (1 + 0.3 * torch.randn(tensor.shape)).to(dtype)
-    result = random(name, tensor, dtype)
+    result = mixer_value(name, tensor, dtype)
+    if name.endswith(("A_log", "dt_bias")):
+        return result
     if "conv1d" in name:
         return result * 20
-    if name.startswith("mtp."):
-        result = result if "norm" in name else result * 3
+    if name.startswith("mtp.") and "norm" not in name:
+        result = result * 3
     return result if "norm" in name or name.endswith("e_score_correction_bias") else result * 3
 
 
@@ -95,20 +95,14 @@ def mtp_logits(model, added, tokens):
     hidden = rms_norm(model.model(tokens).last_hidden_state, added["mtp.layers.0.hnorm.weight"], eps)
     embedded = rms_norm(model.model.embeddings(next_tokens(tokens)), added["mtp.layers.0.enorm.weight"], eps)
     stream = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added["mtp.layers.0.eh_proj.weight"])
-    length = stream.shape[1]
-    mask = torch.full((length, length), torch.finfo(stream.dtype).min).triu(1)[None, None]
     for place, block in enumerate(blocks(model)):
         state = {}
         for name, tensor in block.state_dict().items():
             stem, _, leaf = f"mtp.layers.{place}.{name}".rpartition(".")
-            each = (
-                [added[f"{stem}.{expert}.{leaf}.weight"] for expert in range(len(tensor))]
-                if "experts." in name and stem.endswith(".experts")
-                else []
-            )
-            state[name] = torch.stack(each) if each else added[f"{stem}.{leaf}"]
+            each = (added.get(f"{stem}.{expert}.{leaf}.weight") for expert in range(len(tensor)))
+            state[name] = torch.stack([*each]) if stem.endswith(".experts") else added[f"{stem}.{leaf}"]
         block.load_state_dict(state)
-        stream = block(stream, attention_mask=mask)
+        stream = block(stream, attention_mask=causal_mask(stream))
     normed = rms_norm(stream, added[f"mtp.layers.{count - 1}.final_layernorm.weight"], eps)
     return nn.functional.linear(normed, model.lm_head.weight)
 

@@ -5,26 +5,15 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2Con
 from families.case import MOE, SIZES, Case
 
 ROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "patch_size": 4,
-    "window_size": 16,
-}
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+VISION |= {"out_hidden_size": 128}
 
 
 def qwen2_5_vl(*, tied):
     """A head is hidden_size / num_attention_heads wide, whatever `head_dim` says."""
-    text = {key: size for key, size in SIZES.items() if key != "head_dim"} | {
-        "num_attention_heads": 8,
-        "bos_token_id": 1,
-    }
-    return Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": ROPE}, vision_config=VISION, tie_word_embeddings=tied
-    )
+    text = {key: size for key, size in SIZES.items() if key != "head_dim"}
+    text |= {"num_attention_heads": 8, "bos_token_id": 1, "rope_parameters": ROPE}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=VISION | {"window_size": 16}, tie_word_embeddings=tied)
 
 
 def as_released(config):

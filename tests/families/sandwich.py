@@ -1,13 +1,7 @@
 """Families with norms also after attention and MLP: GLM-4-0414 and Gemma 3."""
 
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    SiglipVisionConfig,
-)
+from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, SiglipVisionConfig
 
 from families.case import SIZES, Case, random
 

@@ -77,10 +77,5 @@ def multimodal(config):
     }
 
 
-_CASE = Case(
-    lambda: CONFIG(vision=False),
-    value=value,
-    auto=MODEL,
-    edit=lambda config: dict(TEXT),
-)
+_CASE = Case(lambda: CONFIG(vision=False), value=value, auto=MODEL, edit=lambda config: dict(TEXT))
 CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: CONFIG(vision=True), edit=multimodal)}

@@ -2,17 +2,11 @@
 
 from types import ModuleType
 
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Ernie4_5_MoeConfig,
-    GraniteMoeHybridConfig,
-    OlmoeConfig,
-)
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GraniteMoeHybridConfig, OlmoeConfig
 from transformers.integrations import hub_kernels
 
 from families import deepseek_v4, gemma4, minimax_m3, step3p5
-from families.case import SIZES, Case, random
+from families.case import SIZES, Case, mixer_value
 from families.gqa import as_v4
 
 # A head is hidden_size / num_attention_heads wide.
@@ -45,12 +39,6 @@ class WithoutKernels:
         for name in ("causal-conv1d", "mamba-ssm"):
             hub_kernels._KERNEL_MODULE_MAPPING.setdefault(name, ModuleType(name))
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def mixer_value(name, tensor, dtype):
-    if name.endswith(("A_log", "dt_bias")):
-        return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
-    return random(name, tensor, dtype)
 
 
 CASES = {

@@ -96,8 +96,7 @@ def _answer(question):
         held.setdefault(
             global_name(local, layers_of_chunk(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []
         ).append(tensor)
-    view = to_megatron(source, "the test model")
-    unfused = view.source
+    unfused = to_megatron(source, "the test model").source
     hf = {name: tensor for names in unfused.groups for name, tensor in unfused.read(names).items()}
 
     # A layer without an indexer of its own takes what an earlier one has computed in the same pass.

@@ -21,11 +21,7 @@ TEXTS = {
     "control characters": b'{"a": "\x1b[2J"}',
     "python": b"__import__('os').system('touch ran')",
 }
-QUANTIZATION = {
-    "a number": 7,
-    "empty": {},
-    "unknown method": {"quant_method": "os.system"},
-}
+QUANTIZATION = {"a number": 7, "empty": {}, "unknown method": {"quant_method": "os.system"}}
 WEIGHTS = {
     "group_size 2^70": {"group_size": 1 << 70},
     "num_bits 10^30": {"num_bits": 10**30},
@@ -66,8 +62,7 @@ def _value(key, value, root):
 
 
 def _scheme(where, value, root):
-    config = json.loads((root / "config.json").read_bytes())
-    quantization = config["quantization_config"]
+    quantization = json.loads((root / "config.json").read_bytes())["quantization_config"]
     if where == "weights":
         quantization["config_groups"]["group_0"]["weights"] |= value
     elif where == "targets":

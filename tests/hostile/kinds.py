@@ -9,7 +9,6 @@ from hostile.case import Case
 
 _TERABYTE = 1 << 40
 # Each file: its base, and the verbs that read it; those that may pass.
-File = tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]
 FILES = {
     "config": ("hf", "config.json", None, ()),
     "index": ("hf", "model.safetensors.index.json", None, ("arguments", "after_init")),

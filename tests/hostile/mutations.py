@@ -186,10 +186,4 @@ def _file_name(root, place, into):
         file.rename(file.with_name(f"{into[:100]}{file.suffix}"))
 
 
-_APPLY = {
-    "value": _value,
-    "entry": _entry,
-    "tensor name": _tensor_name,
-    "file": _file,
-    "file name": _file_name,
-}
+_APPLY = {"value": _value, "entry": _entry, "tensor name": _tensor_name, "file": _file, "file name": _file_name}

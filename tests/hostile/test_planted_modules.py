@@ -57,7 +57,7 @@ def test_modules_of_all_that_a_witness_imports_are_planted():
     assert needed | {"ckptkit", "runpy", "multiprocessing"} <= {*NAMES}
 
 
-@pytest.mark.parametrize("verb", daily(VERBS, ["convert", "verify", "launch"]))
+@pytest.mark.parametrize("verb", daily(VERBS, ["convert", "launch"]))
 def test_no_verb_imports_what_is_next_to_the_weights(verb, here, tmp_path):
     done = ckptkit(VERBS[verb], here)
     assert ran(tmp_path / "marks") == []
@@ -67,6 +67,7 @@ def test_no_verb_imports_what_is_next_to_the_weights(verb, here, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.sglang
 def test_sglang_imports_nothing_that_is_next_to_the_weights(here, tmp_path):
     done = ckptkit("verify . --against-sglang --report ../report.json", here)
@@ -85,6 +86,7 @@ def test_megatron_imports_nothing_that_is_next_to_the_weights(converted, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_workers_of_ray_import_nothing_that_is_next_to_the_weights(here, tmp_path):
     pytest.importorskip("ray")
     done = ckptkit("quantize . ../made --group-size 32 --ray local --workers 1", here)

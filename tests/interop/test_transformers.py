@@ -37,7 +37,7 @@ def judge(info):
 
 @pytest.mark.parametrize(("name", "written"), [("glm4_moe-mtp", "back"), ("llama", "int4"), ("qwen2-tied", "int4")])
 def test_transformers_loads_what_is_written_with_every_key(name, written, tmp_path, caplog):
-    """That an export of every family has the names and bits of its release is in `test_roundtrip.py`."""
+    """That an export of every family has the names and bits of its release is in `test_stored.py`."""
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     if written == "int4":
         ckptkit.quantize(tmp_path / "release", tmp_path / "int4", ckptkit_scheme())

@@ -6,10 +6,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support import models
+from support.messages import refusal
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
-from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.formats.scheme import QuantScheme, read_scheme
 from ckptkit.quant.schemes.w4a16 import int4_scheme
@@ -73,7 +73,6 @@ QAT = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "OPEN_TRAINING_INT4_GROUP_SIZE=32")
 def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(name, releases, tmp_path):
     made = quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
     tensors = models.tensors(tmp_path / "int4")
-    assert made.packed is not None
     unpacked = made.packed.unpacked
     assert unpacked["output embedding"] == {"lm_head": 1}
     assert any("not a Linear" in reason and "gate" in modules for reason, modules in unpacked.items())
@@ -92,21 +91,17 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
 
 
 def test_what_the_preset_refuses(releases, tmp_path):
-    with pytest.raises(CkptkitError, match="packs") as refused:
-        quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
-    assert "BF16" in str(refused.value.hint)
+    refused = refusal("packs", quantize, releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
+    assert "BF16" in str(refused.hint)
     for scheme in (int4_scheme(grid="minmax"), int4_scheme(symmetric=False)):
-        with pytest.raises(CkptkitError, match="qmax7"):
-            quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
-    with pytest.raises(CkptkitError, match="both"):
-        quantize(releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
+        refusal("qmax7", quantize, releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
+    refusal("both", quantize, releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
     assert not (tmp_path / "int4").exists()
 
 
 def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(releases, tmp_path):
     def advice(name, scheme=SCHEME, preset=None):
         found = quantize(releases(name), tmp_path / "out", scheme, dry_run=True, preset=preset)
-        assert found.packed is not None
         return found.packed.advice
 
     dense, experts = str(advice("qwen2-tied")), str(advice("qwen3_moe"))
@@ -161,8 +156,7 @@ def test_an_int4_source_is_its_own_reference_less_what_is_ignored(source, refere
 def test_only_engines_must_agree(source, tmp_path):
     """The entry spares o_proj for engines and not for slime."""
     options = ("--group-size", "32", "--ignore", "re:.*o_proj$")
-    with pytest.raises(CkptkitError, match="slime would pack"):
-        run("quantize", source, tmp_path / "int4", *options)
+    refusal("slime would pack", run, "quantize", source, tmp_path / "int4", *options)
     run("quantize", source, tmp_path / "int4", *options, "--reader", "sglang", "--reader", "vllm")
     assert not any("o_proj" in name for name in packed(tmp_path / "int4"))
 
@@ -181,6 +175,5 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
     ],
 )
 def test_options_that_cannot_be_followed(options, message, source, tmp_path):
-    with pytest.raises(CkptkitError, match=message):
-        run("quantize", source, tmp_path / "int4", *options)
+    refusal(message, run, "quantize", source, tmp_path / "int4", *options)
     assert not (tmp_path / "int4").exists()

@@ -162,8 +162,7 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path, monkeypatch):
     """Without a GPU transformers dequantizes FP8 itself; the model from Megatron is the same bit for bit."""
     # It asks for a package that would only place modules on devices.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
-    release = RELEASES["Qwen3, scales in bfloat16"]
-    release.save(tmp_path)
+    RELEASES["Qwen3, scales in bfloat16"].save(tmp_path)
     convert(tmp_path / "release", tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
     expected, found = (
@@ -175,8 +174,7 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("served")
 def test_real_megatron_holds_the_dequantized_weights(tmp_path):
-    release = RELEASES["asymmetric INT4"]
-    release.save(tmp_path)
+    RELEASES["asymmetric INT4"].save(tmp_path)
     convert(tmp_path / "release", tmp_path / "megatron")
     report = verify(tmp_path / "megatron", source=tmp_path / "release", against=frozenset({"megatron"}))
     assert report.findings == []

@@ -2,6 +2,17 @@
 
 import re
 
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+
+
+def refusal(match, call, *words, **options):
+    """The CkptkitError that a call with these arguments raises, whose text has a match of this expression."""
+    with pytest.raises(CkptkitError, match=match or None) as error:
+        call(*words, **options)
+    return error.value
+
 
 class text_with:  # noqa: N801, reads as a function: `finding.actual == text_with("5 GPUs 4")`
     """Equal to a text that has these words, separated by spaces, in this order and with any words between them."""

@@ -88,16 +88,8 @@ def kimi_names():
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        attention = (
-            "q_a_proj",
-            "q_a_layernorm",
-            "q_b_proj",
-            "kv_a_proj_with_mqa",
-            "kv_a_layernorm",
-            "kv_b_proj",
-            "o_proj",
-        )
-        yield from (f"{at}self_attn.{name}.weight" for name in attention)
+        latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+        yield from (f"{at}self_attn.{name}.weight" for name in (*latent, "o_proj"))
         yield from (f"{at}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
         if layer == 0:
             yield from (f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))

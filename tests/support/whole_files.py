@@ -31,6 +31,13 @@ def write(file, content=None):
     file.write_bytes(whole(file.name) if text is None else text)
 
 
+def flip(file, offset=None):
+    """Turns a bit of a file, by default in its middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if offset is None else offset] ^= 1
+    file.write_bytes(content)
+
+
 def write_files(folder, *names):
     for name in names:
         write(folder / name)

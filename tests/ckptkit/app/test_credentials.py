@@ -7,12 +7,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
-from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
-from ckptkit.formats.hf.remote import config_at
-from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.url import Store, path_or_url
 
 URLS = {
@@ -60,19 +56,6 @@ def test_no_library_is_given_credentials():
                 use(url)
             assert str(error.value).startswith(shown)
             assert "TOP" not in str(error.value)
-
-
-def test_functions_of_python_refuse_them_too(tmp_path):
-    url = "s3://KEY:TOP@host/c"
-    for call in (
-        lambda: convert(url, tmp_path / "out"),
-        lambda: convert(tmp_path, url),
-        lambda: quantize(tmp_path, tmp_path / "out", int4_scheme(), like=url),
-        lambda: inspect(url),
-        lambda: config_at(url),
-    ):
-        with pytest.raises(UsageError, match="s3://\\*\\*\\*@host/c contains credentials"):
-            call()
 
 
 def test_an_at_that_hides_nothing_is_read():

@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from io import StringIO
 
@@ -15,8 +14,6 @@ from ckptkit.app.cli import cli, output
 from ckptkit.app.cli.output import show_progress
 from ckptkit.core import progress as progress_module
 from ckptkit.core.progress import LOG, closing, phase, progress
-
-Ends = Callable[..., list[tuple[str, str | None]]]
 
 
 @pytest.fixture
@@ -130,9 +127,7 @@ def bar_at_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("bar_at_once")
-def test_the_bar_is_shown_on_a_terminal_only_and_goes_away_when_what_it_is_for_fails(
-    monkeypatch,
-):
+def test_the_bar_is_shown_on_a_terminal_only_and_goes_away_when_what_it_is_for_fails(monkeypatch):
     for stream in (Terminal(), StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
         with pytest.raises(ZeroDivisionError), progress("HF -> Megatron", 2_000_000) as advance:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from safetensors.torch import save_file
-from support.messages import text_with
+from support.messages import refusal, text_with
 from support.models import edit_metadata
 from support.whole_files import write
 
@@ -30,32 +30,27 @@ def test_other_weights_are_named(tmp_path, file):
     write(source / file, "x")
     for message in ("holds no checkpoint", "neither"):
         for run in (inspect, lambda path: convert(path, tmp_path / "out")):
-            with pytest.raises(CkptkitError, match=message) as error:
-                run(source)
-            assert str(error.value.hint) == text_with(OTHER[file])
-            assert file.partition("/")[0] in str(error.value.hint)
-            assert str(source) in error.value.message
+            error = refusal(message, run, source)
+            assert str(error.hint) == text_with(OTHER[file])
+            assert file.partition("/")[0] in str(error.hint)
+            assert str(source) in error.message
         write(source / "config.json", "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_safetensors_that_nothing_names(tmp_path):
     write(tmp_path / "config.json", "{}")
-    with pytest.raises(CkptkitError, match="has neither") as error:
-        inspect(tmp_path)
-    assert str(error.value.hint) == text_with("download")
+    error = refusal("has neither", inspect, tmp_path)
+    assert str(error.hint) == text_with("download")
     write(tmp_path / "model-00001-of-00002.safetensors", "{}")
-    with pytest.raises(CkptkitError, match="has neither") as error:
-        inspect(tmp_path)
-    assert str(error.value.hint) == text_with("model-00001-of-00002.safetensors model.safetensors.index.json index")
+    error = refusal("has neither", inspect, tmp_path)
+    assert str(error.hint) == text_with("model-00001-of-00002.safetensors model.safetensors.index.json index")
 
 
 def test_the_folder_of_the_authors_format(releases, copy_of):
     source = copy_of(releases("qwen2-tied"))
     shutil.copytree(releases("qwen2-tied"), source / "original")
-    with pytest.raises(CkptkitError, match="authors") as error:
-        inspect(source / "original")
-    assert error.value.hint == f"give the HF directory around it: {source}"
+    assert refusal("authors", inspect, source / "original").hint == f"give the HF directory around it: {source}"
     assert inspect(source)["tensors"] == inspect(releases("qwen2-tied"))["tensors"]
 
 
@@ -83,9 +78,7 @@ def test_safetensors_beside_pickles_are_used(releases, copy_of, tmp_path):
 )
 def test_a_file_instead_of_a_directory(tmp_path, name, hint):
     write(tmp_path / name, "x")
-    with pytest.raises(CkptkitError, match="directory") as error:
-        inspect(tmp_path / name)
-    assert str(error.value.hint) == text_with(hint)
+    assert str(refusal("directory", inspect, tmp_path / name).hint) == text_with(hint)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +93,7 @@ def test_a_file_instead_of_a_directory(tmp_path, name, hint):
 )
 def test_a_checkpoint_further_down_is_named(tmp_path, file):
     write(tmp_path / file, "x")
-    with pytest.raises(CkptkitError, match="holds no checkpoint") as error:
-        inspect(tmp_path)
-    assert error.value.hint == text_with(f"{(tmp_path / file).parent}")
+    assert refusal("holds no checkpoint", inspect, tmp_path).hint == text_with(f"{(tmp_path / file).parent}")
 
 
 def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_path):
@@ -112,12 +103,10 @@ def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_pat
         write(tmp_path / name / folder / ".metadata", "x")
         write(tmp_path / name / "latest_checkpointed_iteration.txt", "7")
     for run in (inspect, verify):
-        with pytest.raises(CkptkitError, match="iter_0000007/") as error:
-            run(tmp_path / "verl")
-        assert error.value.hint == text_with(f"{tmp_path / 'verl' / folders['verl']}")
-    with pytest.raises(CkptkitError, match="FSDP") as error:
-        verify(tmp_path / "fsdp")
-    assert f"--input-dir {tmp_path / 'fsdp/iter_0000007'}," in (error.value.hint or "")
+        error = refusal("iter_0000007/", run, tmp_path / "verl")
+        assert error.hint == text_with(f"{tmp_path / 'verl' / folders['verl']}")
+    error = refusal("FSDP", verify, tmp_path / "fsdp")
+    assert f"--input-dir {tmp_path / 'fsdp/iter_0000007'}," in (error.hint or "")
     report = verify(tmp_path / "megatron")
     assert (report.status, report.findings[0].code) == ("failed", "CK111")
 

@@ -3,7 +3,7 @@
 import errno
 import sys
 import tempfile
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,8 +53,7 @@ def test_url_that_holds_nothing_is_refused(bucket):
 def test_no_credentials(bucket, monkeypatch):
     for name in KEYS:
         monkeypatch.delenv(name)
-    error = refusal(bucket.url("model"), "Unable to locate credentials")
-    assert "set AWS_ACCESS_KEY_ID" in str(error.hint)
+    assert "set AWS_ACCESS_KEY_ID" in str(refusal(bucket.url("model"), "Unable to locate credentials").hint)
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
@@ -86,20 +85,20 @@ def google(monkeypatch):
         raise DefaultCredentialsError("Your default credentials were not found.")
 
     monkeypatch.setattr("google.auth.default", none)
-    monkeypatch.setattr("gcsfs.credentials.GoogleCredentials._connect_cloud", lambda _: time.sleep(60))
+    ended = threading.Event()
+    monkeypatch.setattr("gcsfs.credentials.GoogleCredentials._connect_cloud", lambda _: ended.wait())
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     with serving(refusing(401, "Anonymous caller")) as address:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
         GCSFileSystem.clear_instance_cache()
         yield
+    ended.set()
     GCSFileSystem.clear_instance_cache()
 
 
-def test_google_without_an_account_is_an_error_within_seconds(google, monkeypatch, capfd):
+def test_google_without_an_account_is_an_error_before_its_library_ends(google, monkeypatch, capfd):
     monkeypatch.setattr("ckptkit.storage.url._ANSWER_S", 1)
-    began = time.monotonic()
     error = refusal("gs://b/c", r"gs://b/c: ")
-    assert time.monotonic() - began < 15
     assert error.code == "storage"
     assert "GOOGLE_APPLICATION_CREDENTIALS" in str(error.hint)
     assert "Traceback" not in capfd.readouterr().err
@@ -118,8 +117,7 @@ def test_a_library_that_is_not_installed(monkeypatch, url, module):
 
 
 def test_a_kind_of_url_that_nothing_reads():
-    error = refusal("nosuch://bucket/model", "nosuch://")
-    assert error.hint == "give s3://, gs://, hf:// or az://, or download it"
+    assert refusal("nosuch://bucket/model", "nosuch://").hint == "give s3://, gs://, hf:// or az://, or download it"
 
 
 def test_a_store_that_cannot_be_written(monkeypatch):
@@ -196,13 +194,7 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
     ],
 )
 def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
-    there,
-    about,
-    note,
-    small_release,
-    bucket,
-    s3_address,
-    monkeypatch,
+    there, about, note, small_release, bucket, s3_address, monkeypatch
 ):
     for name in there:
         bucket.put(f"out/{name}", whole(name))

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
-from support.messages import text_with
+from support.messages import refusal, text_with
 
 from ckptkit.app import api
 from ckptkit.app.api import convert
@@ -144,8 +144,7 @@ def test_int4_argument_without_a_scheme_is_refused(direction, releases, converte
     source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
     given = {"like": "absent", "tp": 4, "readers": ("sglang",), "device": "cuda"}
     for name, value in given.items():
-        with pytest.raises(CkptkitError, match=f"^--{name.removesuffix('s')}"):
-            convert(source, tmp_path / "out", **{name: value})
+        refusal(f"^--{name.removesuffix('s')}", convert, source, tmp_path / "out", **{name: value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,10 +152,9 @@ def test_quantizing_into_or_from_megatron_names_the_command_with_the_scheme_that
     releases, converted, tmp_path
 ):
     for verb, source, option in (("convert", releases, "--quantize"), ("quantize", converted, "--scheme")):
-        with pytest.raises(CkptkitError) as error:
-            run(verb, source("qwen2-tied"), tmp_path / "out", option, "fp8-block")
+        error = refusal("", run, verb, source("qwen2-tied"), tmp_path / "out", option, "fp8-block")
         other = "`ckptkit quantize SRC DST --scheme" if verb == "convert" else "`ckptkit convert SRC DST --quantize"
-        assert f"{other} fp8-block`" in (error.value.hint or "")
+        assert f"{other} fp8-block`" in (error.hint or "")
 
 
 def test_dialect_on_the_way_to_quantized_hf_is_refused(converted, tmp_path):
@@ -174,8 +172,7 @@ def test_hf_where_nothing_is_megatron_is_refused(releases, tmp_path):
         lambda: verify(model, hf=model),
         lambda: verify(model, source=model, hf=model),
     ):
-        with pytest.raises(CkptkitError, match="^--hf "):
-            call()
+        refusal("^--hf ", call)
     assert list(tmp_path.iterdir()) == []
 
 

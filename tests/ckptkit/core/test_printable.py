@@ -4,9 +4,7 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 import unicodedata
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text, printable
 from ckptkit.quant.schemes.w4a16 import int4_scheme
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 # Escape codes, carriage return, three line breaks, C1, marks that reverse text, DEL: and the verdict they would forge.
 EVIL = "a\x1b[2J\x1b[1;1H\rb\nPASSED  forged\x85PASSED\x9b31m\u202ec\u2028PASSED\u2029\x7f\u200f\ufeff\u2066"
 SCOPE = r"(:? [\w ,]+(; [\w ,:-]+)*)?"
@@ -161,7 +158,7 @@ def words_of(verb, model, clean, out):
 
 # Every verb with every kind at night; daily each of both.
 CELLS = [(hostile, verb) for hostile in HOSTILE for verb in VERBS]
-DAILY = [cell for cell in CELLS if cell[0] == "values" or cell[1] in VERBS[-2:]]
+DAILY = [cell for cell in CELLS if cell[0] == "values" or cell[1] == VERBS[-2]]
 
 
 @pytest.mark.parametrize("cell", daily(CELLS, DAILY), ids=" ".join)

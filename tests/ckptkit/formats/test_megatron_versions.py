@@ -20,7 +20,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import optimizer_state, training_state
-from ckptkit.formats.torch_save.records import Dtype, Record
+from ckptkit.formats.torch_save.records import Dtype
 
 ARCHIVES = Path(__file__).parent / "megatron_versions"
 VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -48,10 +48,7 @@ WEIGHTS = {
 }
 # Some keys as they are stored: the size of a chunk, and the offset and rank of each.
 CHUNKS = {
-    "decoder.layers.0.mlp.linear_fc1.weight": (
-        (16, 16),
-        [((0, 0), 0), ((16, 0), 1), ((32, 0), 0), ((48, 0), 1)],
-    ),
+    "decoder.layers.0.mlp.linear_fc1.weight": ((16, 16), [((0, 0), 0), ((16, 0), 1), ((32, 0), 0), ((48, 0), 1)]),
     "decoder.layers.1.mlp.experts.experts.linear_fc2.weight": (
         (1, 16, 4),
         [((0, 0, 0), 0), ((0, 0, 4), 1), ((1, 0, 0), 0), ((1, 0, 4), 1)],
@@ -113,7 +110,6 @@ def expected(shape, axis, number):
 
 
 def described(value):
-    assert isinstance(value, Record)
     return value.kind, value.args
 
 

@@ -71,15 +71,6 @@ def test_keys_under_a_wrapper_are_read_without_it(saved):
     assert {key.replace("module.", "") for key in raw} == set(stored.keys)
 
 
-def test_common_state_is_read_wherever_it_is(saved):
-    checkpoint = opened(saved / "one key a layer")
-    in_a_file = (checkpoint.path / "common.pt").exists()
-    assert in_a_file != any(key.startswith("common_state") for key in checkpoint.metadata.objects)
-    assert checkpoint.common["iteration"] == 10
-    assert checkpoint.args["num_layers"] == 12
-    assert checkpoint.args["moe_layer_freq"] == [0, 0] + [1] * 10
-
-
 @pytest.mark.xfail(
     _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.__reduce_ex__(2)[0] is getattr,
     reason="Megatron does not load the arguments that it saves itself under this Python, 3.11.2",

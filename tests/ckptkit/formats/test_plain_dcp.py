@@ -161,8 +161,7 @@ def test_an_optimizer_of_another_step_is_found_without_names(saved, releases, co
     torch.save(torch.load(piece).fill_(7.5), written)
     assert len(written.getvalue()) == place.length
     file.write_bytes(content[: place.offset] + written.getvalue() + content[place.offset + place.length :])
-    report = verify(path, source=releases("glm4_moe-mtp"))
-    assert [one.code for one in report.findings] == ["CK214"]
+    assert [one.code for one in verify(path, source=releases("glm4_moe-mtp")).findings] == ["CK214"]
 
 
 def test_a_tensor_under_two_spellings_is_damage(converted, tmp_path):

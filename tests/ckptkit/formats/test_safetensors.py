@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.messages import refusal
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.shard import read_shard
@@ -54,13 +54,10 @@ def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_p
     writer = FilesWriter(
         tmp_path, SafetensorsFiles({"a": TensorSpec("a", (3, 4), "float32")}, {"model.safetensors": ["a"]})
     )
-    with pytest.raises(CkptkitError, match=r"1 tensor\(s\) were never written: a"):
-        writer.finish()
-    with pytest.raises(CkptkitError, match="written"):
-        writer.write("a", TENSORS["a"].to(torch.bfloat16))
+    refusal(r"1 tensor\(s\) were never written: a", writer.finish)
+    refusal("written", writer.write, "a", TENSORS["a"].to(torch.bfloat16))
     writer.write("a", TENSORS["a"])
-    with pytest.raises(CkptkitError, match="written twice"):
-        writer.write("a", TENSORS["a"])
+    refusal("written twice", writer.write, "a", TENSORS["a"])
     writer.finish()
 
 
@@ -104,9 +101,7 @@ def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path):
         name, file = (character * 4097)[:4097], tmp_path / "model.safetensors"
         entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         assert list(read_shard(written(file, json.dumps({name[:-1]: entry}).encode())).specs) == [name[:-1]]
-        with pytest.raises(CkptkitError, match="4097") as error:
-            read_shard(written(file, json.dumps({name: entry}).encode()))
-        assert len(str(error.value)) < 500
+        assert len(str(refusal("4097", read_shard, written(file, json.dumps({name: entry}).encode())))) < 500
 
 
 def test_colons_in_names_are_no_second_key(tmp_path):
@@ -144,9 +139,7 @@ def test_broken_file_is_refused_and_named(tmp_path, mutate, message):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(3, 2)}, path)
     path.write_bytes(mutate(path.read_bytes()))
-    with pytest.raises(CkptkitError, match=message) as error:
-        read_shard(path)
-    assert str(path) in error.value.message
+    assert str(path) in refusal(message, read_shard, path).message
 
 
 def write_checkpoint(root, weight_map):
@@ -170,8 +163,7 @@ def write_checkpoint(root, weight_map):
 )
 def test_index_that_lies_is_refused(tmp_path, weight_map, message):
     write_checkpoint(tmp_path, weight_map)
-    with pytest.raises(CkptkitError, match=message):
-        HfCheckpoint(tmp_path)
+    refusal(message, HfCheckpoint, tmp_path)
 
 
 def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path):
@@ -179,5 +171,4 @@ def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path
     assert list(HfCheckpoint(tmp_path).specs) == ["a", "b"]
     for name, message in (("c", "1.*shards"), ("a", "shards")):
         save_file({"b": torch.zeros(2), name: torch.zeros(2)}, tmp_path / "2.safetensors")
-        with pytest.raises(CkptkitError, match=message):
-            HfCheckpoint(tmp_path)
+        refusal(message, HfCheckpoint, tmp_path)

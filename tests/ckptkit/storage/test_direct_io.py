@@ -2,7 +2,6 @@
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -104,17 +103,6 @@ def forget(path):
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
-
-
-def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path):
-    sizes = [MIB + 4097 * index + 13 for index in range(24)]
-    pieces = [numbers(size, seed) for seed, size in enumerate(sizes)]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    file = opened(tmp_path / "x", sum(sizes))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(file.write, pieces, starts))
-    file.close()
-    assert (tmp_path / "x").read_bytes() == b"".join(pieces)
 
 
 def test_cuts_tile_and_keep_blocks_whole():

@@ -49,6 +49,7 @@ def test_a_cluster_of_its_own_ends_with_the_work(closed_port, monkeypatch):
         file = Path(folder, "ray", "ray_current_cluster")
         file.parent.mkdir()
         file.write_text(f"127.0.0.1:{closed_port}")
+        mode = ray._raylet.get_authentication_mode()
         with ray_cluster("auto", 2) as here:
             assert here.cluster_resources()["CPU"] == 2
             assert here.get(here.remote(lambda: 6 * 7).remote()) == 42
@@ -56,3 +57,4 @@ def test_a_cluster_of_its_own_ends_with_the_work(closed_port, monkeypatch):
                 assert again.cluster_resources()["CPU"] == 2
             assert ray.is_initialized()
         assert not ray.is_initialized()
+        assert ray._raylet.get_authentication_mode() == mode  # or a cluster that another program starts is not reached

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
-from support.messages import text_with
+from support.messages import refusal, text_with
 from support.models import content
 from support.whole_files import whole, write, write_files, write_manifest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,8 +32,7 @@ def refuse(path, match, **options):
     """What a run with this destination is refused with, before it writes anything."""
     with pytest.raises(CkptkitError, match=match) as refused, new_directory(path, ASKED, **options):
         pass
-    with pytest.raises(CkptkitError, match=match):
-        check_destination(path, **options)
+    refusal(match, check_destination, path, **options)
     return refused.value
 
 
@@ -93,10 +92,8 @@ def test_destinations_that_would_lose_something(tmp_path, destination):
 
 def test_a_partial_that_is_read_and_a_destination_in_no_folder_are_refused(tmp_path):
     (tmp_path / "source.partial").mkdir()
-    with pytest.raises(CkptkitError, match="overlaps"):
-        check_destination(tmp_path / "source", [tmp_path / "source.partial"], overwrite=True)
-    with pytest.raises(CkptkitError, match="absent does not exist"):
-        check_destination(tmp_path / "absent/out")
+    refusal("overlaps", check_destination, tmp_path / "source", [tmp_path / "source.partial"], overwrite=True)
+    refusal("absent does not exist", check_destination, tmp_path / "absent/out")
 
 
 def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path, monkeypatch):
@@ -359,12 +356,7 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda partial: partial.symlink_to("precious"),
-        lambda partial: partial.symlink_to("nowhere"),
-        write,
-        os.mkfifo,
-    ],
+    [lambda partial: partial.symlink_to("precious"), lambda partial: partial.symlink_to("nowhere"), write, os.mkfifo],
     ids=["link", "link to nothing", "file", "pipe"],
 )
 def test_a_partial_that_is_no_directory_is_named(tmp_path, make):
@@ -593,8 +585,7 @@ def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp
         raise CkptkitError("no")
     told = f"{out} --resume --overwrite"
     assert str(failed.value.__notes__) == text_with(told)
-    refused = refuse(out, "out exists already", resume=True)
-    assert str(refused.hint) == text_with(told)
+    assert str(refuse(out, "out exists already", resume=True).hint) == text_with(told)
     out.rename(tmp_path / "old")
     with new_directory(out, ASKED, resume=True) as (_, journal):
         assert journal.count() == 1

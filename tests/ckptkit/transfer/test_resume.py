@@ -3,16 +3,15 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.messages import refusal
 from support.models import content
 from support.nightly import daily
-from support.whole_files import write, write_files
+from support.whole_files import flip, write, write_files
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -23,7 +22,6 @@ from ckptkit.transfer import files as module
 from ckptkit.verify.run import verify
 
 FILE_BYTES = 1_000_000
-Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ def test_a_finished_file_that_was_damaged_since_is_written_again(run, lost, tmp_
     (finished,) = (
         file for kind in ("safetensors", "distcp") for file in (tmp_path / "out.partial").rglob(f"*.{kind}{ending}")
     )
-    finished.write_text("") if ending else _flip(finished)
+    finished.write_text("") if ending else flip(finished)
     run(tmp_path / "out", resume=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
@@ -98,12 +96,10 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(run, tmp_path, monkeyp
     with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
         run(tmp_path / "out", workers=1)
     before = content(tmp_path / "out.partial")
-    with pytest.raises(CkptkitError, match=r"out.partial[\s\S]*--resume"):
-        run(tmp_path / "out")
+    refusal(r"out.partial[\s\S]*--resume", run, tmp_path / "out")
     with pytest.raises(CkptkitError, match=r"command was .*max-shard-size 1000000.* and is .*--dtype float32"):
         run(tmp_path / "out", dtype="float32", resume=True)
-    with pytest.raises(CkptkitError, match="--resume.*--overwrite"):
-        run(tmp_path / "out", resume=True, overwrite=True)
+    refusal("--resume.*--overwrite", run, tmp_path / "out", resume=True, overwrite=True)
     assert content(tmp_path / "out.partial") == before
     run(tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out.partial").exists()
@@ -142,14 +138,7 @@ def _write_anew(file):
 @pytest.mark.parametrize(
     ("change", "ends"), [(_write_in_place, False), (_write_anew, True)], ids=["in place, cut off", "anew, whole"]
 )
-def test_a_source_of_the_same_size_and_time_is_another(
-    releases,
-    copy_of,
-    tmp_path,
-    monkeypatch,
-    change,
-    ends,
-):
+def test_a_source_of_the_same_size_and_time_is_another(releases, copy_of, tmp_path, monkeypatch, change, ends):
     source, out = copy_of(releases("qwen3_moe")), tmp_path / "out"
     with nullcontext() if ends else pytest.raises(PowerCutError), cut_off_after(99 if ends else 1, monkeypatch):
         convert(source, out, max_shard_size=FILE_BYTES, workers=1)
@@ -157,8 +146,7 @@ def test_a_source_of_the_same_size_and_time_is_another(
     before = file.stat()
     change(file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(CkptkitError, match="out exists already" if ends else "resumed"):
-        convert(source, out, max_shard_size=FILE_BYTES, resume=True)
+    refusal("out exists already" if ends else "resumed", convert, source, out, max_shard_size=FILE_BYTES, resume=True)
 
 
 def test_a_resumed_run_says_how_much_it_kept(run, tmp_path, monkeypatch, caplog):
@@ -234,15 +222,8 @@ def test_anything_else_is_refused_as_ever(releases, copy_of, tmp_path, change):
     convert(source, out)
     change(source, out)
     before = content(out)
-    with pytest.raises(CkptkitError, match="out exists already"):
-        convert(source, out, resume=True)
+    refusal("out exists already", convert, source, out, resume=True)
     assert content(out) == before
-
-
-def _flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -266,11 +247,10 @@ def test_a_side_file_that_is_not_as_it_was_written_is_named_and_overwritten(
     run(out)
     whole, file = content(out), out / ("hf" if way == "convert" else "") / name
     assert run(out, resume=True).was_whole
-    {"flip": _flip, "cut": lambda file: os.truncate(file, 3), "gone": Path.unlink}[change](file)
+    {"flip": flip, "cut": lambda file: os.truncate(file, 3), "gone": Path.unlink}[change](file)
     before = content(out)
-    with pytest.raises(CkptkitError, match=rf"out exists already, .* but \S*{name} (is missing|has other)") as refused:
-        run(out, resume=True)
-    assert "--overwrite" in str(refused.value.hint)
+    refused = refusal(rf"out exists already, .* but \S*{name} (is missing|has other)", run, out, resume=True)
+    assert "--overwrite" in str(refused.hint)
     assert content(out) == before
     if name != "figures/a.txt" or change == "gone":
         assert not run(out, overwrite=True).was_whole
@@ -290,7 +270,7 @@ def test_what_was_not_read_is_said(releases, tmp_path, ckptkit):
     """A bit of the weights is not seen here: that is for `verify`, which the closing line names."""
     source, out = releases("qwen2-tied"), tmp_path / "out"
     convert(source, out)
-    _flip(next((out / "release").glob("*.distcp")))
+    flip(next((out / "release").glob("*.distcp")))
     done = ckptkit("convert", source, out, "--resume")
     assert done.returncode == 0, done.stderr
     assert "read" in done.stdout

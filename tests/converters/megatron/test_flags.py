@@ -21,11 +21,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [
-        ([0] * 3 + [1] * 58, "([0]*3+[1]*58)"),
-        ([1, 1, 1, 0] * 12, "(([1]*3+[0]*1)*12)"),
-        ([0, 1, 1], "([0]*1+[1]*2)"),
-    ],
+    [([0] * 3 + [1] * 58, "([0]*3+[1]*58)"), ([1, 1, 1, 0] * 12, "(([1]*3+[0]*1)*12)"), ([0, 1, 1], "([0]*1+[1]*2)")],
 )
 def test_a_pattern_is_what_megatron_evaluates_it_to(values, text):
     assert pattern(values) == text

@@ -10,12 +10,12 @@ from support import models
 from support.installed import require_megatron
 from support.legacy_states import loaded, rank_files, rewrite
 from support.megatron_saves import SAVES, Save, save_with_megatron
+from support.messages import refusal
 from support.nightly import collected, daily
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import rules_of
-from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.launch.preflight import preflight
@@ -24,7 +24,7 @@ from ckptkit.verify.run import verify
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" in how]
 
 
-@pytest.mark.parametrize("label", daily(LABELS, LABELS[::3]))
+@pytest.mark.parametrize("label", daily(LABELS, LABELS[1::3]))
 def test_legacy_save_comes_back_bit_for_bit(saved, releases, tmp_path, label, monkeypatch):
     release = releases(SAVES[label][0])
     # Nothing in the files may be run, and no file may be read as a whole.
@@ -98,9 +98,7 @@ def test_the_export_is_verified_against_the_files_that_it_came_from(saved, relea
 def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved, releases):
     root = saved / "legacy"
     for path in (root, root / "release"):
-        with pytest.raises(CkptkitError, match="legacy format") as error:
-            verify(path, hf=releases("qwen2-tied"))
-        assert "--source" in str(error.value.hint)
+        assert "--source" in str(refusal("legacy format", verify, path, hf=releases("qwen2-tied")).hint)
     (finding,) = preflight(ref_load=root, hf_checkpoint=releases("qwen2-tied")).findings
     assert (finding.code, finding.severity) == ("CK111", "warning")
     (finding,) = preflight(ref_load=root / "release").findings
@@ -153,7 +151,7 @@ def root(request, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", daily(HOW, ("glm4_moe-mtp", "qwen3_next")))
+@pytest.mark.parametrize("name", daily(HOW, ("glm4_moe-mtp",)))
 def test_legacy_save_comes_back_as_the_release(root, tmp_path, name):
     release = root / name / "release"
     assert len(list((root / name / "saved").rglob("model_optim_rng.pt"))) == 2

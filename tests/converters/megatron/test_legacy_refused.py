@@ -7,7 +7,7 @@ import torch
 from mutations.edits import edit_config
 from support.legacy_states import FILE, loaded, rank_files, rewrite
 from support.megatron_saves import SAVES
-from support.messages import text_with
+from support.messages import refusal, text_with
 
 from ckptkit.app.api import convert
 from ckptkit.converters.megatron.legacy import LegacyCheckpoint
@@ -29,8 +29,7 @@ def test_copies_that_disagree(saved, copy_of, releases, tmp_path, label, key, ra
         state[chunk][name].flatten()[7] += 1
 
     rewrite(root, change, rank)
-    with pytest.raises(CkptkitError, match=f"{rank}/{FILE}.*{name}"):
-        convert(root, tmp_path / "back", hf=releases(SAVES[label][0]))
+    refusal(f"{rank}/{FILE}.*{name}", convert, root, tmp_path / "back", hf=releases(SAVES[label][0]))
     assert not (tmp_path / "back").exists()
 
 
@@ -92,10 +91,9 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
 def test_legacy_save_with_a_defect_is_refused_by_name(saved, copy_of, releases, tmp_path, change, ranks, said):
     root = copy_of(saved / "legacy, experts")
     rewrite(root, change, *ranks)
-    with pytest.raises(CkptkitError) as error:
-        convert(root, tmp_path / "back", hf=releases("glm4_moe"))
-    assert error.value.message == text_with(said)
-    assert error.value.hint
+    error = refusal("", convert, root, tmp_path / "back", hf=releases("glm4_moe"))
+    assert error.message == text_with(said)
+    assert error.hint
 
 
 def test_files_that_are_missing_or_damaged(saved, copy_of, releases, tmp_path):
@@ -105,9 +103,7 @@ def test_files_that_are_missing_or_damaged(saved, copy_of, releases, tmp_path):
     weight = content.index(loaded(path)["model"][PROJ][5].view(torch.uint8).numpy().tobytes())
 
     def refused():
-        with pytest.raises(CkptkitError) as error:
-            convert(root, tmp_path / "back", hf=hf)
-        return error.value.message
+        return refusal("", convert, root, tmp_path / "back", hf=hf).message
 
     path.write_bytes(content[: len(content) // 2])
     assert f"{path} at byte 0" in refused()
@@ -131,8 +127,7 @@ def loaded_bytes(content, scratch):
 
 
 def test_legacy_save_without_its_config_is_refused(saved, copy_of, releases, tmp_path):
-    with pytest.raises(CkptkitError, match="HF.*stored"):
-        convert(saved / "legacy", tmp_path / "back")
+    refusal("HF.*stored", convert, saved / "legacy", tmp_path / "back")
     with pytest.raises(CkptkitError, match="was saved with num_layers 12"):
         hf = copy_of(releases("qwen2-tied"))
         edit_config(hf, num_hidden_layers=13)

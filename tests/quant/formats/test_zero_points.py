@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from support import models
-from support.messages import text_with
+from support.messages import refusal, text_with
 from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import inspect, quantize
@@ -32,8 +32,7 @@ def test_by_hand():
 
 
 def test_refuses_rows_that_fill_no_word():
-    with pytest.raises(CkptkitError, match="12.*features.*8"):
-        to_sglang_zero_points(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
+    refusal("12.*features.*8", to_sglang_zero_points, torch.zeros(2, 1, dtype=torch.int32), 12, "a")
 
 
 def test_who_may_have_it():
@@ -43,9 +42,8 @@ def test_who_may_have_it():
     assert check_zero_point_layout(replace(ASYMMETRIC, group_size=64), True, ("sglang",))
     assert not check_zero_point_layout(ASYMMETRIC, True, ("vllm",))
     for readers in [("sglang",), ("sglang", "vllm"), ("slime",), ()]:
-        with pytest.raises(CkptkitError, match="SGLang") as error:
-            check_zero_point_layout(ASYMMETRIC, True, readers)
-        assert error.value.hint == text_with("--group-size 128" if readers == ("sglang",) else "--reader --reader")
+        error = refusal("SGLang", check_zero_point_layout, ASYMMETRIC, True, readers)
+        assert error.hint == text_with("--group-size 128" if readers == ("sglang",) else "--reader --reader")
 
 
 def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases, tmp_path):
@@ -59,19 +57,15 @@ def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases, tmp_p
 def test_a_mixture_of_experts(releases, tmp_path):
     """Refused for all readers. For SGLang alone it is written, with experts in its layout, and config.json says so."""
     source = releases("qwen3_moe")
-    with pytest.raises(CkptkitError, match="layout"):
-        quantize(source, tmp_path / "out", ASYMMETRIC)
-    with pytest.raises(CkptkitError, match="groups of 32"):
-        quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
+    refusal("layout", quantize, source, tmp_path / "out", ASYMMETRIC)
+    refusal("groups of 32", quantize, source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
     assert not (tmp_path / "out").exists()
     with small_groups_allowed():
         quantize(source, tmp_path / "out", ASYMMETRIC, readers=("sglang",))
     before, after = models.tensors(source), models.tensors(tmp_path / "out")
     for module, special in [("model.layers.1.mlp.experts.2.up_proj", True), ("model.layers.1.self_attn.o_proj", False)]:
         weight = before[f"{module}.weight"]
-        zero_point = by_formula(weight, ASYMMETRIC).zero_point
-        assert zero_point is not None
-        packed = pack_zero_point(zero_point)
+        packed = pack_zero_point(by_formula(weight, ASYMMETRIC).zero_point)
         expected = to_sglang_zero_points(packed, weight.shape[0], module) if special else packed
         assert torch.equal(after[f"{module}.weight_zero_point"], expected)
         shape = (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
@@ -97,5 +91,4 @@ def test_an_unknown_layout_of_zero_points_is_refused(releases, tmp_path):
     quantize(releases("qwen3_moe"), tmp_path / "out", ROWS, readers=("sglang",))
     config = tmp_path / "out" / "config.json"
     config.write_text(config.read_text().replace('"experts_zero_points": "sglang"', '"experts_zero_points": "awq"'))
-    with pytest.raises(CkptkitError, match="experts_zero_points 'awq' is not supported"):
-        plain(tmp_path / "out")
+    refusal("experts_zero_points 'awq' is not supported", plain, tmp_path / "out")

@@ -132,8 +132,7 @@ def test_draft_layers_that_sglang_cannot_tell_from_the_model_are_its_error_alone
 
 
 @pytest.mark.parametrize(
-    ("readers", "errors"),
-    [(None, True), (["vllm"], False), (["transformers"], False), (["sglang", "vllm"], True)],
+    ("readers", "errors"), [(None, True), (["vllm"], False), (["transformers"], False), (["sglang", "vllm"], True)]
 )
 def test_what_sglang_alone_cannot_hold_is_an_error_for_it_alone(tmp_path, readers, errors):
     """Latent attention in INT4: SGLang reads its dense weights."""

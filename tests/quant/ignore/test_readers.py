@@ -9,8 +9,8 @@ from compressed_tensors.utils.match import is_match
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.installed import release
+from support.messages import refusal
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 from ckptkit.quant.ignore.matching import Names, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
 from ckptkit.quant.ignore.names import names_of_layer
@@ -86,10 +86,8 @@ def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization
 def test_readers_by_the_name_of_the_option():
     assert readers_of(["slime", "transformers"]) == ("compressed-tensors", "transformers", "slime")
     assert readers_of(ALL_READERS) == INT4_READERS
-    with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
-        readers_of(["slime", "trtllm"])
-    with pytest.raises(CkptkitError, match="reader"):
-        readers_of([])
+    refusal("unknown reader 'trtllm'", readers_of, ["slime", "trtllm"])
+    refusal("reader", readers_of, [])
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj"]

@@ -97,13 +97,11 @@ def sglang(tmp_path_factory):
     file = tmp_path_factory.mktemp("sglang") / "zero_points.safetensors"
     torch.manual_seed(0)
     zero_point = grids.quantize(torch.randn(128, 96), QuantScheme(32, "minmax", (), symmetric=False)).zero_point
-    assert zero_point is not None
     stored = to_sglang_zero_points(pack_zero_point(zero_point), 128, "a")
     assert stored.shape == (3, 16)
     save_file({"stored": stored, "codes": (zero_point.T.int() + 8).contiguous()}, file)
     configs = json.dumps([quantization_config(scheme) for scheme in SCHEMES])
-    printed = run_script("sglang", WORKER, file, configs)
-    return json.loads(printed.splitlines()[-1]), load_file(file)
+    return json.loads(run_script("sglang", WORKER, file, configs).splitlines()[-1]), load_file(file)
 
 
 def test_sglang_reads_every_config(sglang):
@@ -112,8 +110,6 @@ def test_sglang_reads_every_config(sglang):
         assert found == ["pack-quantized", list(one.ignore), 4, one.symmetric, strategy, one.group_size, True]
 
 
-def test_zero_points_of_experts_are_those_that_a_linear_layer_would_get(
-    sglang,
-):
+def test_zero_points_of_experts_are_those_that_a_linear_layer_would_get(sglang):
     assert torch.equal(sglang[1]["made"], sglang[1]["expected"])
     assert sglang[1]["made"].unique().numel() > 10

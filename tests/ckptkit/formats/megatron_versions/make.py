@@ -143,7 +143,7 @@ def built():
 
 def training_state(model, args):
     """What Megatron-LM's `generate_state_dict` puts beside the model."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine, initialize_rerun_state_machine
 
@@ -159,7 +159,6 @@ def training_state(model, args):
     }
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     norm = model["decoder.final_layernorm.weight"]
-    assert isinstance(norm, ShardedTensor)
     moment = make_sharded_optimizer_tensor(norm, torch.zeros(16), "optimizer.state.exp_avg")
     return {
         "args": args,
