@@ -324,7 +324,7 @@ class Loaded:
                 yield Observation(name, param, f"{self.engine.FACTS.label} never read it")
             elif name in self.in_part:
                 what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
-                yield Observation(name, param, what)
+                yield Observation(name, param, what, is_partial=True)
             elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
                     what = "it was given to load_weights and never written"
