@@ -48,7 +48,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 # Differences of presentation are correct if the weights were trained further.
                 hint = _FURTHER if one.is_presentation else _HINT.format(option)
                 severity = warning_if(one.is_presentation or one.severity == "warning")
-                expected = f"the {one.what} of {option}"
+                expected = f"{one.what}, as in {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
             hint = error.hint or "copy the files from the release"

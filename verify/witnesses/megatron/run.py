@@ -55,7 +55,7 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
     if subject.is_hf:
         raise CannotCheck(
-            "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
+            "this is an HF directory: convert it (`ckptkit convert`), then verify the Megatron checkpoint with --source"
         )
     megatron = megatron_interpreter(subject)
     if not megatron.has("megatron") or not megatron.has("megatron.core"):
@@ -65,14 +65,15 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
         raise CannotCheck(
-            f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
+            f"verify builds this model's norms over all heads for at most as many ranks as query groups: pass --tp "
+            f"{dims.groups} or less"
         )
     given = subject.options.megatron
     refused = [option for option in given.given() if option in _REFUSED]
     if refused and subject.megatron_files.hybrid:
         raise UsageError(
-            f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
-            "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
+            f"Megatron-LM refuses {', '.join(refused)} for a HybridModel, and this checkpoint has one",
+            "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
         )
     etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     sizes = ParallelSizes(
@@ -93,8 +94,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     check_sizes(sizes, staged)
     if beyond := [rank for rank in given.ranks if not 0 <= rank < sizes.world]:
         raise CkptkitError(
-            f"--ranks {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
-            f"they are numbered 0..{sizes.world - 1}",
+            f"--ranks is {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
+            f"choose ranks from 0 to {sizes.world - 1}",
         )
     return sizes
 
@@ -149,17 +150,17 @@ def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None
     """Raises CannotCheck if Megatron-LM's `load_checkpoint` is missing, or cannot run in this layout."""
     if not megatron_interpreter(subject).has("megatron.training"):
         raise CannotCheck(
-            f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
-            "without --trainer-loader megatron-core itself loads"
+            f"{_TRAINER} is not installed: use megatron-core 0.19 or later on Python 3.12, or leave out "
+            "--trainer-loader, so that megatron-core itself loads"
         )
     if sizes != ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp):
         raise CannotCheck(
-            f"{_TRAINER} is run only with --tp, --pp, --ep and --etp, and layers that divide evenly, not with {sizes}"
+            f"{_TRAINER} supports only --tp, --pp, --ep, --etp and layers that divide evenly, not {sizes}"
         )
     if at_once:
         raise CannotCheck(
-            f"{_TRAINER} needs all {sizes.world} rank(s) at once, and these run a few at a time: leave out --ranks, or "
-            "choose sizes of fewer ranks that fit into memory"
+            f"{_TRAINER} needs all {sizes.world} rank(s) at once, but they do not fit into memory together: leave out "
+            "--ranks, or choose sizes with fewer ranks"
         )
 
 
@@ -196,9 +197,9 @@ def _check_release(subject: Subject) -> None:
     """Raises CannotCheck for tensors or a model that the installed megatron-core does not support."""
     dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
     if (layout := subject.megatron_files.metadata.layout) != "torch_dist":
-        raise CannotCheck(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
+        raise CannotCheck(f"the checkpoint has keys of {layout}: convert it to HF, and that to Megatron's torch_dist")
     if dialect not in (MCORE, HYBRID):
-        raise CannotCheck(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
+        raise CannotCheck(f"the tensors belong to modules of {dialect}, which megatron-core does not have")
     dims, found = dims_of(config_of(subject)), str(megatron_interpreter(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     for feature, (major, minor) in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
@@ -229,7 +230,7 @@ def computes_in(subject: Subject) -> Sequence[str]:
 
 def _not_computed(dims: ModelDims) -> str | None:
     """The reason why Megatron cannot compute a model, or None. Layers of `variants` only hold weights."""
-    own = "trainers bring their own layers"
+    own = "trainers add their own layers"
     reasons = {
         "Megatron's Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
         "Megatron's gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
@@ -250,7 +251,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):
-        raise CannotCheck(f"{reason}; `verify --logits` without --against-megatron only runs transformers (CK607)")
+        raise CannotCheck(f"{reason}; leave out --against-megatron, so that --logits runs transformers only (CK607)")
     _check_release(subject)
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
@@ -279,7 +280,7 @@ def _device(job: RankJob, gpu: bool) -> str:
     if job.trainer:
         return f"{_TRAINER}, gloo on the CPU, {spec}"
     if job.at_once:
-        return f"the CPU, each rank by itself and {job.at_once} at once, {spec}"
+        return f"the CPU, ranks without a process group and {job.at_once} at a time, {spec}"
     return f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
 
 
