@@ -82,10 +82,7 @@ class VerifyOptions:
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
         if self.rollout_temperature is not None and not self.rollout_temperature > 0:
-            raise UsageError(
-                f"a temperature of {self.rollout_temperature:g}",
-                "pass a temperature above 0, or none for greedy decoding",
-            )
+            raise UsageError(f"the temperature is {self.rollout_temperature:g}", "pass one above 0, or none for greedy")
         if self.rollout_temperature is not None and self.rollout_data is None:
             raise UsageError("a temperature without a rollout", "pass the rollout too (--rollout-data)")
 

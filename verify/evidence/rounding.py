@@ -73,8 +73,7 @@ class Rounding:
     def words(self) -> tuple[str, str]:
         """The permitted and the actual error, for people."""
         if self.distance is None:
-            limit = f"values within {self.limit:.3f} quantization steps of the source"
-            return limit, f"values are up to {self.steps:.3g} steps away"
+            return f"values within {self.limit:.3f} quantization steps", f"values are up to {self.steps:.3g} steps away"
         return f"rows within {_GPTQ_LIMIT:.0%} of the source's norm", f"a row is {self.distance:.0%} away"
 
 

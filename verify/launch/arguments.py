@@ -107,8 +107,7 @@ def _size(name: str, given: Arguments) -> int | str | None:
     value, word, option = given.value(name), given.get(name).word or Word(""), option_of(name)
     least = 1 if NUMBERS.get(name) in _RANKS else 0
     if value is None and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):
-        hint = "copy the arguments exactly from the launch script"
-        raise CkptkitError(f"{option} in the launch arguments has no value", hint)
+        raise CkptkitError(f"{option} in the launch arguments has no value", "copy the arguments exactly")
     is_number = isinstance(value, int) and 0 <= value < 10**9
     if name in NUMBERS and not (is_number or isinstance(word, UnresolvedWord)):
         message = f"{option} {word.text} in the launch arguments is not a number"
@@ -127,6 +126,5 @@ def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tupl
         yield "qat", given[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in given:
         if not (given[QAT_GROUP].isdecimal() and len(given[QAT_GROUP]) < 10):
-            hint = "set it to a number"
-            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", hint)
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", "set a number")
         yield "qat_group", int(given[QAT_GROUP])

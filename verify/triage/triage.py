@@ -118,8 +118,7 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
                 raise CkptkitError(f"{log} is not text", "pass the log of the job")
             yield stream
     except OSError as error:
-        hint = "pass a log file, or `-` for standard input"
-        raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
+        raise CkptkitError(f"{log}: {error.strerror or error}", "pass a log file, or `-` for standard input") from error
 
 
 def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:

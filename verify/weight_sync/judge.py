@@ -203,8 +203,7 @@ def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:
     if before.get(param) == checksum:
         return "the parameters have the values of the last check, not the sent ones"
     matches = (name for name, found in sent.predicted.items() if name != param and checksum in found.values())
-    sent_for = f", but those of {match}" if (match := next(matches, None)) else ""
-    return f"the parameters do not have the sent values{sent_for}"
+    return f"the values are those of {match}" if (match := next(matches, None)) else "the values are not the sent ones"
 
 
 def _judge_change(was: Mapping[str, str], sent: Mapping[str, str], before: str | None, now: str) -> str | None:

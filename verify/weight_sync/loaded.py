@@ -55,8 +55,7 @@ class LoadedComparison:
 
     def __str__(self) -> str:
         equal = [f"{len(self.digests)} parameters by {MANIFEST}"] if self.digests else []
-        on_disk = f"{len(self.tensors)} parameters by the weights on disk: {summarize(self.tensors)}"
-        equal += [on_disk] if self.tensors else []
+        equal += [f"{len(self.tensors)} by the weights on disk: {summarize(self.tensors)}"] if self.tensors else []
         skipped = [f"{len(names)} that {reason}: {summarize(names)}" for reason, names in self.skipped.items() if names]
         return f"equal to {self.path}: {', '.join(equal) or 'nothing'}; not compared: {', '.join(skipped) or 'nothing'}"
 
@@ -206,5 +205,4 @@ def _select_cut(
 
 def _describe(seen: TensorSeen) -> str:
     numbers = f"{seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
-    origins = " or ".join(seen.origins)
-    return f": it has the values of {origins}" if origins else f": {seen.diagnosis or numbers}"
+    return f": it has those of {' or '.join(seen.origins)}" if seen.origins else f": {seen.diagnosis or numbers}"

@@ -116,10 +116,7 @@ class VllmEngine:
             checksums = {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
         for key, checksum in checksums.items():
             if (match := _KEY.fullmatch(key)) is None:
-                raise CkptkitError(
-                    f"{self.name} names a checksum {key!r:.80}",
-                    "report this release of vLLM, which ckptkit does not know",
-                )
+                raise CkptkitError(f"{self.name} has an unknown checksum {key!r:.80}", "report the release of vLLM")
             dp, pp, pcp, tp = map(int, match.groups()[:4])
             seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
             seats[seat][match[5]] = str(checksum)

@@ -97,8 +97,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
     if not pairs:
-        actual = "the adapter has neither, so it changes nothing"
-        yield Issue("tensors lora_A and lora_B", actual, _AGAIN)
+        yield Issue("tensors lora_A and lora_B", "the adapter has neither, so it changes nothing", _AGAIN)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("lora_A and lora_B of each module", f"lora_{other} is missing", _AGAIN, names=names)
@@ -140,14 +139,12 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     adapter = over_base(subject)
     if report is None and adapter.unknown:
-        missing = f"the base model has no tensor {adapter.unknown[0]}"
-        raise CannotCheck(f"{missing}, and ckptkit does not know the base's name for it: {why}")
+        raise CannotCheck(f"ckptkit does not know the name of {adapter.unknown[0]} in the base model: {why}")
     if report is None:
         for fault in adapter.faults:
             names = None if fault.name is None else [fault.name]
             yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
-        expected = "lora_A and lora_B for each weight that target_modules names"
-        yield Issue(expected, "both are missing", _AGAIN, names=adapter.unpaired, as_one=True)
+        yield Issue("lora_A and lora_B for target_modules", "missing", _AGAIN, names=adapter.unpaired, as_one=True)
     # CK133 judges adapters with nothing but factors of zeros.
     has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
     if has_more and not (adapter.faults or adapter.unknown) and (idle := adapter.idle()) is not None:
@@ -171,8 +168,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
     explained = [one for one in dropped if not set(report.unexpected).isdisjoint(one.names or ())]
     yield from explained
     names = sorted(set(report.unexpected).difference(stacked, *(one.names or () for one in explained)))
-    actual = f"{peft} builds no such parameter and drops the tensor"
-    yield Issue(f"a parameter of {report.model_class} with this adapter", actual, names=names)
+    yield Issue(f"a parameter of {report.model_class}", f"{peft} builds none and drops the tensor", names=names)
     for one in report.other_shapes:
         expected = f"shape {list(one.built)}, as {peft} builds it for {report.model_class}"
         yield Issue(expected, f"shape {list(one.stored)}", names=[one.name])
@@ -182,8 +178,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
     if report.unmatched:
         actual = f"{peft} finds no module for {', '.join(report.unmatched)}, and uses r and lora_alpha instead"
         hint = "remove the key, which training ignored too, or write the last part of a module's name"
-        expected = "keys of rank_pattern and alpha_pattern that match a module"
-        yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
+        yield Issue("patterns that match a module", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
 @check("CK133")
@@ -331,5 +326,4 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found.pop("", None)  # no tested release has this quirk
     for actual, names in found.items():
         hint = FLAT if actual == stacked else _MERGE_IT
-        expected = "tensors that SGLang and vLLM load"
-        yield Issue(expected, actual, hint, names=names, severity="warning", as_one=True)
+        yield Issue("tensors that SGLang and vLLM load", actual, hint, names=names, severity="warning", as_one=True)

@@ -208,8 +208,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(f"a whole number as {key}", f"{key} {shortened(value)}", hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
     for kind, text in unknown.items():
-        actual = f"{text!r} is not in the vocabulary"
-        yield Issue(f"a {kind}_token of the vocabulary", actual, hint, file=where)
+        yield Issue(f"a {kind}_token of the vocabulary", f"{text!r} is not in the vocabulary", hint, file=where)
     with suppress(CkptkitError):  # CK708 reports a source that cannot be read
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(declared.values()):

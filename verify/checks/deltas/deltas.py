@@ -142,8 +142,7 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
             break
         if not changed:
             hint = "pass the older base: this one has the change already; or remove a version that was published twice"
-            actual = "the delta changes no byte of the tensor"
-            result.broken.append(Issue("a delta that changes bytes", actual, hint, [name], patch.shard.path))
+            result.broken.append(Issue("a change of bytes", "no byte changes", hint, [name], patch.shard.path))
         if (after := count_not_finite(tensor, dtype)) > before:
             actual = f"{after - before} elements become NaN or infinite"
             result.spoiled.append(Issue("finite numbers", actual, names=[name], file=patch.shard.path))

@@ -98,8 +98,7 @@ def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[st
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        expected = f"true for {draft.draft_vocabulary} tokens, as draft_vocab_size requires"
-        yield Issue(expected, f"true for {count} tokens", names=[stored[USED]])
+        yield Issue(f"true for draft_vocab_size = {draft.draft_vocabulary}", f"true for {count}", names=[stored[USED]])
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:
@@ -112,8 +111,7 @@ def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[st
         is_ids = not any(_count_wrong(shifts, draft.vocabulary))
         hint = "subtract i from entry i: the table contains token ids, not distances" * is_ids
         expected = f"different tokens d2t[i] + i from 0 to {draft.vocabulary - 1}"
-        actual = f"{outside} tokens are outside this range, {twice} are repeated"
-        yield Issue(expected, actual, hint, names=[stored[TOKENS]])
+        yield Issue(expected, f"{outside} are outside, {twice} are repeated", hint, names=[stored[TOKENS]])
     elif used is not None:
         by_d2t = torch.zeros(draft.vocabulary, dtype=torch.bool)
         by_d2t[tokens] = True
@@ -152,11 +150,10 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
-        expected = f"{key} = {target.hidden}, as in the target"
-        yield Issue(expected, f"{key} = {draft.target_hidden}", file=_CONFIG)
+        yield Issue(f"{key} = {target.hidden}, as in the target", f"{key} = {draft.target_hidden}", file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
-        expected = f"vocab_size = {target.vocabulary}, as in the target"
-        yield Issue(expected, f"vocab_size = {draft.vocabulary}", file=_CONFIG)
+        wanted, given = (f"vocab_size = {one.vocabulary}" for one in (target, draft))
+        yield Issue(f"{wanted}, as in the target", given, file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)
     if positions < target.positions:
         actual = f"{positions}: vLLM precomputes RoPE for no more, and rejects almost all drafts at later positions"

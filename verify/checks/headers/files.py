@@ -280,8 +280,7 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
     odd = [name for name in every if any(part in name for part in parts)] if any(map(text.__contains__, parts)) else []
-    actual = "this is a tensor of an adapter that is not merged"
-    yield Issue("tensors of the model only", actual, names=odd, file=root, as_one=True)
+    yield Issue("tensors of the model only", "a tensor of an unmerged adapter", names=odd, file=root, as_one=True)
 
 
 @check("CK107", explained_by=("CK203",))

@@ -111,8 +111,7 @@ def _missing(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
         right = _fix(odd, modules, lambda module: f"{prefix}.{module}")
         hint = "save the complete model (...ForCausalLM) with its output layer: only the inner model was saved"
         firsts = {name.partition(".")[0] for name in right}
-        change = f"the names lack the prefix `{prefix}.`"
-        yield _Found(change, hint, right, lambda name: name.partition(".")[0] in firsts)
+        yield _Found(f"the names lack `{prefix}.`", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
 def _repeated(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:

@@ -109,8 +109,7 @@ def _backend_issues(file: Path) -> Iterator[Issue]:
     for key, expected in _BACKEND.items():
         actual = content.get(key)
         if actual != expected and (key == "sharded_backend" or actual is not None):
-            hint = "save the checkpoint with --ckpt-format torch_dist"
-            yield Issue(f"{key} = {expected!r}", f"{key} = {actual!r}", hint, file=file)
+            yield Issue(f"{key} = {expected!r}", f"{key} = {actual!r}", "save with --ckpt-format torch_dist", file=file)
 
 
 @check("CK112", gate=True, applies_to=only_megatron)
@@ -232,8 +231,7 @@ def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
         untied, stored = bool(args["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
         if untied != stored:
             expected, name = f"{'an' if untied else 'no'} output layer", "output_layer.weight"
-            argument = f"untie_embeddings_and_output_weights = {untied}"
-            yield argument, expected, f"{name} is {'not ' * untied}stored", [name]
+            yield "untie_embeddings_and_output_weights", expected, f"{name} is {'not ' * untied}stored", [name]
     vocab = args.get("vocab_size")
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
@@ -250,8 +248,7 @@ def _numbers(
     for odd, how in ((promised - stored, "not stored"), (stored - promised, "stored too")):
         if odd:
             names = [template.format(number) for template in templates for number in sorted(odd)]
-            actual = f"number {ranges(odd)} is {how}" if stored else "no such tensor is stored"
-            yield argument, f"{len(promised)} {what}", actual, names
+            yield argument, f"{len(promised)} {what}", f"{ranges(odd)} is {how}" if stored else "none is stored", names
 
 
 @check("CK115", applies_to=only_torch_dist)
@@ -279,8 +276,7 @@ def _layout_faults(
 ) -> Iterator[tuple[str, str]]:
     stacked, layered, apart, joined = (bool(keys) for keys in by_layout.values())
     singleton, layers = content.get("singleton_local_shards"), content.get("non_homogeneous_layers")
-    source = "as content_metadata declares (singleton_local_shards)"
-    of_layers = "as content_metadata declares (non_homogeneous_layers)"
+    source, of_layers = (f"by content_metadata ({key})" for key in ("singleton_local_shards", "non_homogeneous_layers"))
     if stacked and layered:
         yield "either layers stacked or one key per layer, not both", "layers stacked"
     elif layers is True and stacked:
@@ -309,8 +305,8 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for module, totals in shards.items():
         for total, indices in totals.items():
             if (count := math.prod(map(int, total.split(".")))) != len(indices):
-                actual, names = f"{len(indices)} shards", [f"{module}._extra_state"]
-                yield Issue(f"{count} shards of the object", actual, names=names, file=where)
+                names = [f"{module}._extra_state"]
+                yield Issue(f"{count} shards of the object", f"{len(indices)} shards", names=names, file=where)
 
 
 @check("CK117", applies_to=only_megatron)

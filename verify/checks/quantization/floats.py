@@ -85,8 +85,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "store these weights in BF16, or remove them from the list: readers treat their codes as values"
     by_dtype = by_key((specs[name].dtype, name) for name in odd if name.removesuffix(".weight") in excluded)
     for dtype, names in by_dtype.items():
-        expected = "BF16, since config.json lists these weights as unquantized"
-        yield Issue(expected, dtype, hint, names=names, as_one=True)
+        yield Issue("BF16, as config.json lists them as unquantized", dtype, hint, names=names, as_one=True)
 
 
 def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:
@@ -101,8 +100,7 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
         if name not in specs:
             if name not in listed:
                 actual = f"{format_name(stored)} weights without {what}"
-                expected = f"{name.rpartition('.')[2]} for the weight"
-                yield Issue(expected, actual, f"{_AGAIN}; {silent}", names=codes)
+                yield Issue(f"a {name.rpartition('.')[2]}", actual, f"{_AGAIN}; {silent}", names=codes)
             continue
         spec, expected, hint = specs[name], None, _AGAIN
         if name == stored.scale:
@@ -137,8 +135,7 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     if format_name(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
         hint += "; if only weights are quantized, declare quant_algo W4A16_NVFP4, or no input_activations"
-    scale = lacking[0].inputs[0].rpartition(".")[2]
-    expected = f"{scale} for every weight, since the format quantizes activations too"
+    expected = f"{lacking[0].inputs[0].rpartition('.')[2]} for every weight, since activations are quantized too"
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 

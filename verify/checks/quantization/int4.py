@@ -178,8 +178,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
     hint = "add the module to `targets` of its config group" if by_name else "remove the module from ignore"
     unwanted = [name + PACKED for name in found.unwanted]
-    expected = "unquantized, as config.json declares"
-    yield Issue(expected, "packed as INT4", f"{hint}, or quantize again", names=unwanted)
+    yield Issue("unquantized, as config.json declares", "packed as INT4", f"{hint}, or quantize again", names=unwanted)
     hint = "add the module to ignore, or quantize again; if no weight is packed, remove quantization_config"
     missing = [f"{name}.weight" for name in found.missing]
     yield Issue("packed as INT4, as config.json declares", "unquantized", hint, names=missing)

@@ -273,7 +273,6 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         usual = median(medians[name] for name in names)
         expected = f"scales around {usual:.3g}, the median of this kind of weight"
         if large := [name for name in names if medians[name] > usual * _MAX_FACTOR]:
-            yield Issue(expected, f"scales around {medians[large[0]]:.3g}, far larger", names=large)
+            yield Issue(expected, f"around {medians[large[0]]:.3g}, far larger", names=large)
         if small := [name for name in names if medians[name] * _MAX_FACTOR < usual]:
-            actual = f"scales around {medians[small[0]]:.3g}, far smaller"
-            yield Issue(expected, actual, names=small, severity="warning")
+            yield Issue(expected, f"around {medians[small[0]]:.3g}, far smaller", names=small, severity="warning")

@@ -51,8 +51,7 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         is_partial = len(zero) < len(names)
         if is_partial or subject.megatron_files.opened.common.get("iteration") != 0:
             hint = "check that these parameters got no gradients, like experts without tokens" * is_partial
-            severity = warning_if(is_partial)
-            yield Issue("moments that are not zero after training", "all zero", hint, names=zero, severity=severity)
+            yield Issue("moments of a trained weight", "all zero", hint, names=zero, severity=warning_if(is_partial))
 
 
 def _values(subject: Subject) -> OptimizerValues:
@@ -105,8 +104,8 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     elements = sum(math.prod(one.shape) for one in state.weights.values())
     covered = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
     if covered < elements and not state.opaque and not state.by_weight:  # only buckets have the state
-        expected = f"optimizer state of {elements} elements of weights"
-        yield Issue(expected, f"state of {covered} elements", frozen, file=where, severity="warning")
+        actual = f"state of {covered} elements"
+        yield Issue(f"state of {elements} elements of weights", actual, frozen, file=where, severity="warning")
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:

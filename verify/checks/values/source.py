@@ -124,8 +124,7 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
     share = f"{len(wrong)} of {len(values.compared)} tensors differ"
     if subject.adapter is None and _is_trained(wrong, values):
         hint = "add --trained if this checkpoint was trained from the source; else convert again from the source"
-        actual = f"{share}, each by little, as after training"
-        yield Issue(expected, actual, hint, names=wrong, as_one=True)
+        yield Issue(expected, f"{share}, each by little, as after training", hint, names=wrong, as_one=True)
         return
     kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
     # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.

@@ -232,8 +232,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
-        expected = f"the bytes of {embedding}, since tie_word_embeddings is true"
-        yield Issue(expected, "different bytes", names=[head])
+        yield Issue(f"the bytes of {embedding}, since tie_word_embeddings is true", "different bytes", names=[head])
 
 
 # Layers of trained models differ in size by less than 10 times; a lost or repeated scale gives 100 and more.
@@ -334,8 +333,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     same = values.compared.keys() - values.differences.keys()
     hint = "compare with the release: if it has other values, they were rounded to bfloat16 and stored as float32"
     coarse = [name for name, one in biases.items() if one.coarse and not one.constant and name not in same]
-    actual = "every value fits bfloat16"
-    yield Issue("values that need float32", actual, hint, names=coarse, severity="warning")
+    yield Issue("values that need float32", "every value fits bfloat16", hint, names=coarse, severity="warning")
 
 
 @check("CK215", applies_to=_has_tables)
@@ -346,5 +344,4 @@ def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_some(tally, tables, f"{_NONE_READ}, or the tables are missing", "CK201", "CK104")
     for name, one in tables.items():
         if one.low < 0 or one.high >= experts:
-            actual = f"numbers from {one.low:g} to {one.high:g}"
-            yield Issue(f"numbers of experts from 0 to {experts - 1}", actual, names=[name])
+            yield Issue(f"numbers from 0 to {experts - 1}", f"numbers from {one.low:g} to {one.high:g}", names=[name])

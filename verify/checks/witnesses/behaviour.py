@@ -51,8 +51,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if trained and best > POOR_TEXT:
         expected = f"at most {POOR_TEXT} bits per byte for at least one text"
         result = "does not predict text" if best > NO_TEXT else "predicts text poorly"
-        actual = f"the model {result}: {line} bits per byte"
-        yield Issue(expected, actual, severity=warning_if(best <= NO_TEXT))
+        yield Issue(expected, f"the model {result}: {line} bits per byte", severity=warning_if(best <= NO_TEXT))
     if with_engine:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
     tally.note(f"--logits ran only transformers ({reference.dtype}); add --engine to run an engine too")
@@ -171,9 +170,8 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
     """Unknown token ids, and invalid log-probabilities."""
     ids = ((token, one.index) for one in recording.samples for token in one.tokens)
     if odd := next((f"{token} in sample {index}" for token, index in ids if not 0 <= token < vocabulary), None):
-        expected = f"token ids below {vocabulary}, the checkpoint's vocab_size"
         hint = "record a rollout of this model: another model or tokenizer made this one"
-        yield Issue(expected, f"token id {odd}", hint, file=recording.path)
+        yield Issue(f"token ids below vocab_size {vocabulary}", f"token id {odd}", hint, file=recording.path)
     for side in recording.sides:
         wrong = [
             one.index
@@ -233,8 +231,7 @@ def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> I
             if doubt:
                 raise CannotCheck(f"another model seems to have made sample {part.index} of {label}, but {doubt}")
             expected = f"sample {part.index} of {label} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
-            hint = "find out which weights and prompt generated this sample"
-            yield Issue(expected, str(one), hint, file=recording.path)
+            yield Issue(expected, str(one), "compare the weights and the prompt of this sample", file=recording.path)
 
 
 def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSample]) -> str:
@@ -272,11 +269,9 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     facts = tally.facts["prompts of the rollout"] = [f"transformers rendered {len(renderings)} different prompts"]
     facts += [f"sample {index} is equal with {option}, which is not recorded" for option, index in assumed.items()]
     if one := next((one for one in renderings if one.refused), None):
-        actual = f"the template refuses the messages of sample {one.index}: {one.refused}"
-        hint = "copy the template from the release"
+        actual, hint = f"sample {one.index} is refused: {one.refused}", "copy the template from the release"
         yield Issue("messages that the chat template accepts", actual, hint, file=path)
     if different := [one for one in renderings if one.different]:
         one, count = different[0], f"{len(different)} of {len(renderings)} prompts differ"
         hint = "compare tokenizer and chat template with the release, and check the job's --apply-chat-template-kwargs"
-        expected = f"the recorded tokens of sample {one.index}"
-        yield Issue(expected, f"{one.different}; {count}", hint, file=path)
+        yield Issue(f"the recorded tokens of sample {one.index}", f"{one.different}; {count}", hint, file=path)

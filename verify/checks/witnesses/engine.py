@@ -98,8 +98,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     if step.refused:
         hint = "update by tensor instead, as the steps before this one did"
         if step.tried:
-            hint = f"use another kind of update: {label} cannot load the checkpoint again this way, and later steps "
-            hint += "were not run"
+            hint = f"use another kind of update: {label} cannot load this checkpoint again (later steps were not run)"
         if step.refused != other.refused:
             actual = f"{label} refuses {step.name}: {step.refused}"
             yield Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
@@ -140,8 +139,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ]
     bound = f"{FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
     if not measured.mean <= FURTHEST * unit:  # NaN too
-        actual = f"{measured.mean / unit:.1f} times the noise: {measured}"
-        yield Issue(f"log-probabilities within {bound}", actual)
+        yield Issue(f"log-probabilities within {bound}", f"{measured.mean / unit:.1f} times the noise: {measured}")
     if not between.mean <= FURTHEST * unit:
         actual = f"{between.mean / unit:.1f} times the noise: mean {between.mean:.4f}, largest {between.largest:.3f}"
         hint = f"try another format or group size: {label}'s kernels for this format are nondeterministic"

@@ -137,8 +137,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     if run.report is None:
         message = _refusal(run.failure)
         _, lacking = keys_of(raw_config_of(subject))
-        expected = f"{engine.label} builds the model and loads the weights"
-        yield Issue(expected, message, why_refused(engine, message, lacking))
+        yield Issue(f"{engine.label} loads the model", message, why_refused(engine, message, lacking))
         return
     report = run.report
     tally.compared(report.loaded_names)
@@ -235,8 +234,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
             example = report.unchecked[0] + (f" in {draft}" if draft else "")
-            count = len(report.unchecked)
-            raise CannotCheck(f"ckptkit does not know how {count} parameters are repacked, such as {example}")
+            raise CannotCheck(f"ckptkit does not know how {len(report.unchecked)} are repacked, such as {example}")
 
 
 @each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))

@@ -32,8 +32,7 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> I
     if cut.by == "vllm":
         return
     if dims.experts and (dims.experts + cut.redundant) % cut.ep:
-        option = cut.ep_option.removeprefix("--").replace("-", "_")
-        expected = f"a number of experts divisible by {option} = {cut.ep}"
+        expected = f"a number of experts divisible by {cut.ep_option} = {cut.ep}"
         yield Issue(expected, f"{dims.experts + cut.redundant} experts", f"choose another {cut.ep_option}")
     if (padding := quirk("sglang", "vocabulary-padding")) is None:
         return
@@ -41,8 +40,7 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> I
     if rows % attention and dims.heads % attention == 0:
         expected = f"a vocabulary that divides over {attention} ranks after padding to a multiple of {padding.value}"
         hint = f"choose another {cut.asked_by}: {padding.message}"
-        actual = f"vocab_size = {dims.vocab}, which gives {rows} rows"
-        yield Issue(expected, actual, hint, severity="warning")
+        yield Issue(expected, f"vocab_size = {dims.vocab}, which gives {rows} rows", hint, severity="warning")
 
 
 # verl's `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
@@ -150,11 +148,9 @@ def _attention(dims: ModelDims, ranks: int, is_vllm: bool, is_cut: bool) -> Iter
 def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterator[Issue]:
     """Heads that do not divide over ranks. Keys and values may be copied to several ranks."""
     if heads % ranks:
-        expected = f"num_attention_heads divisible by {ranks} ranks{where}"
-        yield Issue(expected, f"num_attention_heads = {heads}", hint)
+        yield Issue(f"num_attention_heads divisible by {ranks} ranks{where}", f"{heads} heads", hint)
     elif groups % ranks and ranks % groups:
-        expected = f"num_key_value_heads that is a multiple or a divisor of {ranks} ranks{where}"
-        yield Issue(expected, f"num_key_value_heads = {groups}", hint)
+        yield Issue(f"a multiple or divisor of {ranks} as num_key_value_heads{where}", f"{groups} heads", hint)
 
 
 def _placement(subject: Subject) -> GpuPlacement:
@@ -195,6 +191,6 @@ def _indivisible(cut: ModelSplit, config: Mapping[str, Any]) -> Iterator[Issue]:
         hint = "choose a tensor_parallel_size that divides both numbers of heads"
         for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
             if heads % cut.ranks:
-                yield Issue(f"{name} divisible by {cut.ranks} ranks{where}", f"{name} = {heads}", hint)
+                yield Issue(f"{name} divisible by {cut.ranks} ranks{where}", f"{heads} heads", hint)
     elif cut.ranks % cut.ep == 0:
         yield from engine_fit(dims, config, cut)

@@ -134,8 +134,7 @@ def _attention(given: Arguments) -> Iterator[Issue]:
     if backend in _UNSPLIT and ranks > 1:
         actual = f"attention_backend = {backend} with context_parallel_size = {ranks}"
         hint = "choose flash or fused, or --context-parallel-size 1"
-        expected = "flash, fused or auto, which support context parallelism"
-        yield _warning(given, "attention_backend", expected, actual, hint)
+        yield _warning(given, "attention_backend", "flash, fused or auto with context parallelism", actual, hint)
 
 
 def _experts(given: Arguments) -> Iterator[Issue]:

@@ -95,8 +95,7 @@ def _difference(
 def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, skipped: list[str]) -> Iterator[Issue]:
     """Compares samples of two sides, or adds a line to `skipped` if there is nothing to compare."""
     here, there = _subjects(subject, pair)
-    roles = f"{pair[0].role} and {pair[1].role}"
-    diff = f"`ckptkit diff {places[0].path} {places[1].path}` compares all values"
+    roles, diff = f"{pair[0].role} and {pair[1].role}", f"`ckptkit diff {places[0].path} {places[1].path}` compares all"
     tensors = list(_stored_alike(here, there))
     try:
         samples = samples_of(_stored(here), _stored(there), tensors)

@@ -71,8 +71,7 @@ def _draft_layers(speculation: Speculation, subject: Subject) -> Iterator[Issue]
         option = 'a "model" for the draft' if server == "vllm" else "a draft model"
         if server == "sglang" and job_of(subject).stack.one_model:
             option = "--sglang-speculative-draft-model-path"
-        hint = "pass the draft model that was trained for the served model"
-        yield Issue(f"{option} with {method}", f"{where} has no draft model", hint)
+        yield Issue(f"{option} with {method}", f"{where} has no draft model", "pass the draft model of this model")
         return
     root = job_of(subject).hf
     if method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
@@ -109,8 +108,7 @@ def _draft_model(speculation: Speculation, draft: Path, subject: Subject) -> Ite
         method = "EAGLE3" if sizes.version == 3 else "EAGLE"
         expected = f"the method {method}, since the draft model is for {method}"
         actual = f"the method {speculation.method}, at {speculation.asked_by}"
-        hint = f"choose {method}: with another method no draft token is accepted"
-        yield Issue(expected, actual, hint, file=draft)
+        yield Issue(expected, actual, f"choose {method}: with another method no draft token is accepted", file=draft)
     else:
         has_layers = _declares_layers(config) or bool(_has_layers(subject, draft, config))
         yield from _class(speculation, draft, config, _names(subject, draft), has_layers)
@@ -132,8 +130,7 @@ def _class(
     is_nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
     if is_sglang and is_nested and config.get("model_type") is None:
         actual = "config.json is in the format of speculators, without model_type, at which SGLang stops"
-        hint = "serve with vLLM, or convert the draft model for SGLang"
-        yield Issue(expected, actual, hint, file=draft, severity="warning")
+        yield Issue(expected, actual, "serve with vLLM, or convert it for SGLang", file=draft, severity="warning")
     if not class_name or is_nested or method not in registry.of_class or (has_layers and method != "EAGLE3"):
         return
     other = next((one for one in ("dspark", "dflash") if one in class_name.lower() and one != method.lower()), None)
@@ -163,8 +160,7 @@ def _sizes(
         return
     if is_other_width:
         expected = f"a draft model for hidden size {other.hidden}, that of the served model"
-        hint = "pass the draft model that was trained for the served model"
-        yield Issue(expected, f"it is for hidden size {sizes.target_hidden}", hint, file=draft)
+        yield Issue(expected, f"hidden size {sizes.target_hidden}", "pass the draft model of this model", file=draft)
     vocabulary = (sizes.config if sizes.version else language_part(config)).get("vocab_size")
     if type(vocabulary) is not int or vocabulary == other.vocabulary or speculation.mixed:
         return
@@ -174,8 +170,7 @@ def _sizes(
         hint = "check which model the draft model was trained for: tokens of another tokenizer are rejected"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif engine and not is_draft(config):
-        hint = f"pass a draft model with the same tokenizer: {engine} stops at another"
-        yield Issue(expected, actual, hint, file=draft)
+        yield Issue(expected, actual, f"pass a draft with the same tokenizer, else {engine} stops", file=draft)
 
 
 def _tokens(speculation: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:

@@ -51,8 +51,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 expected = f"{one.what}, as in {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
-            hint = error.hint or "copy the files from the release"
-            yield Issue("readable tokenizer files", error.message, hint, file=root)
+            yield Issue("readable files", error.message, error.hint or "copy them from the release", file=root)
 
 
 def _missing(subject: Subject, engine: SideFiles) -> Issue:

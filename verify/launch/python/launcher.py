@@ -144,8 +144,7 @@ def _parse_fields(kind: Class, arguments: Sequence[str], environment: Mapping[st
         field = name.removeprefix("--").replace("-", "_")
         negated = field.removeprefix("no_") if field not in kind.fields else ""
         if not name.startswith("--") or (field not in kind.fields and negated not in kind.fields):
-            hint = f"choose one of {', '.join(kind.fields)}"
-            raise CkptkitError(f"{name} is not an option of {kind.name}", hint)
+            raise CkptkitError(f"{name} is not an option of {kind.name}", f"choose one of {', '.join(kind.fields)}")
         annotation = ast.unparse(kind.fields[negated or field].annotation)
         if annotation.startswith("bool") and not equals:
             values[negated or field] = not negated

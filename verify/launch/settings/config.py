@@ -193,8 +193,7 @@ class Config(Settings):
             return default if setting.known else None
         text = setting.value.replace("_", "").removesuffix(".0")
         if not (text.isdecimal() and len(text) < 10):
-            hint = "set it to the number of the job"
-            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", hint)
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "set a number")
         return int(text)
 
     def size(self, key: str, default: int | None = 1) -> int | None:
@@ -210,8 +209,7 @@ class Config(Settings):
         if setting.value is None:
             return default
         if setting.value.lower() not in TRUE | FALSE:
-            message = f"{key}={setting.value} ({setting.where}) is neither true nor false"
-            raise CkptkitError(message, "set it to true or false")
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not true or false", "set true or false")
         return setting.value.lower() in TRUE
 
     def is_on(self, key: str) -> bool:
@@ -228,9 +226,7 @@ class Config(Settings):
         try:
             return float(default if setting.value is None else setting.value) > 0
         except ValueError:
-            raise CkptkitError(
-                f"{key}={setting.value} ({setting.where}) is not a number", "set it to a number"
-            ) from None
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "set a number") from None
 
     def model(self, key: str) -> Path | None:
         """A model's local directory, for a name on a hub a complete snapshot, or None with the reason in `unread`."""

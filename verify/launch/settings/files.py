@@ -29,9 +29,7 @@ class Composed:
 def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
     """Merges a file over its defaults, with `files` read before. Raises CkptkitError, also for circular defaults."""
     if files >= _MAX_FILES:
-        raise CkptkitError(
-            f"{path}: its defaults name more than {_MAX_FILES} files", "pass the settings file of one job"
-        )
+        raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "pass the file of one job")
     if depth > _MAX_DEPTH:
         raise CkptkitError(f"{path}: its defaults include the file itself", "remove the circle")
     tree = read_yaml(path)

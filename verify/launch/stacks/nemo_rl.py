@@ -189,9 +189,8 @@ def _resume(settings: Config, start: Side, megatron: bool) -> Side:
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
-    hint = "restore the files of this save, or move the step elsewhere, so that the run uses the one before"
-    actual = "the directory has none"
-    issue = path_issue(settings.cite(key), weights, "an iteration in torch_dist", actual, hint, check=STEP)
+    hint = "restore the files of this save, or move the step elsewhere to use the one before"
+    issue = path_issue(settings.cite(key), weights, "an iteration in torch_dist", "missing", hint, check=STEP)
     return Side("actor", None, None, f"NeMo-RL stops: {weights} contains no iteration", (*start.issues, issue))
 
 

@@ -288,8 +288,7 @@ class _OptionSizes:
         if rows and self.tp and rows % self.tp:
             expected = f"padded_vocab_size divisible by TP = {self.tp}"
             actual = f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}"
-            hint = "leave out --padded-vocab-size, so that Megatron pads to a valid size"
-            yield self.issue(expected, actual, hint)
+            yield self.issue(expected, actual, "leave out --padded-vocab-size, so that Megatron pads to a valid size")
 
     def rollout_number(self) -> Iterator[Issue]:
         """No GPUs for separate engines: slime and miles stop. With 0 slime starts only a router, and miles waits."""

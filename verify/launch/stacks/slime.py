@@ -384,8 +384,8 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
             lines.append(f"{shown}: preflight does not read the settings of this file")
         elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and not _HARMLESS.fullmatch(usual):
             lines.append(f"{shown}: preflight does not read this parallel size")
-    every = [*lines, *(f"{word}: preflight does not read this override" for word in overrides(words))]
-    return list(dict.fromkeys(every))
+    lines += [f"{word}: preflight does not read this override" for word in overrides(words)]
+    return list(dict.fromkeys(lines))
 
 
 _VERL = " (for verl, which loads it directly, pass use_dist_checkpointing and dist_checkpointing_path after --)"
@@ -422,8 +422,7 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     if not (root / TRACKER).exists():
         if mode == "raw" and hf_config_of(root):
             hint = "convert the directory with `ckptkit convert`, or pass --megatron-to-hf-mode bridge"
-            actual = "an HF directory, which miles does not load in mode raw"
-            issue = path_issue(option, root, f"a directory with {TRACKER}", actual, hint)
+            issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory in mode raw", hint)
             why = f"miles stops: {option} {root} is an HF directory, which it loads only in mode bridge"
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
@@ -434,8 +433,7 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     except ForeignFileError:
         raise
     except CkptkitError as error:
-        expected = "a tracker that names an existing directory"
-        issue = path_issue(option, root / TRACKER, expected, error.message, error.hint or "")
+        issue = path_issue(option, root / TRACKER, "a tracker of a directory", error.message, error.hint or "")
         return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
     why = f"the tracker of {option} names {path.name}"
     if not step:
@@ -567,14 +565,12 @@ def _batches(given: Arguments) -> Iterator[Issue]:
     if rollout and steps and batch and batch != rollout // steps:
         product = f"{prompts} x {samples} / {steps} = {rollout // steps}"
         expected = f"global_batch_size = rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout = {product}"
-        hint = "leave out --global-batch-size or --num-steps-per-rollout: the trainer stops"
-        yield given.issue(names, expected, hint)
+        yield given.issue(names, expected, "leave out --num-steps-per-rollout: the trainer stops")
     elif rollout and batch and not steps and all(map(given.lacks, _OTHER_SAMPLES)):
         product = f"{prompts} x {samples} = {rollout}"
         if rollout < batch:
             expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
-            hint = "choose a smaller global_batch_size: the trainer stops, as a rollout has too few samples for a step"
-            yield given.issue(names[:3], expected, hint)
+            yield given.issue(names[:3], expected, "choose a smaller global_batch_size: the trainer stops")
         elif rollout % batch:
             expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
             hint = f"change one of them: training ignores the last {rollout % batch} samples of every rollout"

@@ -352,9 +352,8 @@ def _resumed_path(settings: Config) -> Resumed:
     number = path.name.rpartition("global_step_")[2]
     if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
         return Resumed(path, f"{key}")
-    steps = ", ".join(_steps(path.parent)) or "no step"
-    actual = "the directory has another name" if path.is_dir() else f"missing; its parent has {steps}"
-    actual = "not set" if word is None else actual
+    actual = f"missing; its parent has {', '.join(_steps(path.parent)) or 'no step'}"
+    actual = "not set" if word is None else "the directory has another name" if path.is_dir() else actual
     expected, hint = "an existing directory global_step_N", "choose an existing step"
     issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)

@@ -106,15 +106,13 @@ def _require_agreement(job: Job, launch: Launch) -> Job:
     given = launch.options
     if not job.stack.one_model:
         if given.ckpt_step is not None:
-            hint = "set the step in the settings"
-            raise CkptkitError(f"--ckpt-step cannot be used with settings of {job.stack.name}", hint)
+            raise CkptkitError(f"--ckpt-step does not apply to settings of {job.stack.name}", "set it in the settings")
         _require_same_checkpoint(job, "--load", given.load, "actor")
         _require_same_checkpoint(job, "--ref-load", given.ref_load, "reference")
     for name, size in given.sizes.items():
         actor_size = getattr(job.actor, name)
         if size != 1 and actor_size is not None and size != actor_size:
-            message = f"--{name} is {size}, but {name} is {actor_size} {job.stack.source}"
-            raise CkptkitError(message, f"leave out --{name}")
+            raise CkptkitError(f"--{name} is {size}, but {actor_size} {job.stack.source}", f"leave out --{name}")
     return job
 
 
@@ -125,8 +123,7 @@ def _require_same_checkpoint(job: Job, option: str, path: Path | None, role: str
         return
     if side is None or os.path.abspath(path) != os.path.abspath(side.path or ""):
         actual = f"the job loads no {role}" if side is None else f"the {role} loads {side.path}"
-        message = f"{option} is {path}, but by the settings of {job.stack.name} {actual}"
-        raise CkptkitError(message, f"leave out {option}")
+        raise CkptkitError(f"{option} is {path}, but in {job.stack.name}'s settings {actual}", f"leave out {option}")
 
 
 def _settings_file(words: Sequence[Word]) -> _SettingsFile:

@@ -229,8 +229,7 @@ class Loaded:
                 cause = "no HF tensor belongs in this parameter"
                 if in_part:  # on one of several ranks every tensor is
                     is_single = self.build.sizes.ranks == 1
-                    in_parts = "no tensor of the checkpoint fills this parameter"
-                    cause = "only a part of its tensor was written" if is_single else in_parts
+                    cause = "its tensor was written in part" if is_single else "no tensor was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {cause}"
                 yield Observation(param, param, what)
 
@@ -255,8 +254,7 @@ class Loaded:
                 yield Observation(name, param, f"{count} elements were never written: {self.why_absent(name)}")
             if not fitting:
                 cause = "no tensor of the checkpoint fills this parameter"
-                what = f"{count} of {mask.numel()} elements were never written: {cause}"
-                yield Observation(param, param, what)
+                yield Observation(param, param, f"{count} of {mask.numel()} elements were never written: {cause}")
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

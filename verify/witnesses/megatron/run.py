@@ -54,9 +54,7 @@ class MegatronRun:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
     if subject.is_hf:
-        raise CannotCheck(
-            "this is an HF directory: convert it (`ckptkit convert`), then verify the Megatron checkpoint with --source"
-        )
+        raise CannotCheck("an HF directory: convert it (`ckptkit convert`), then verify the result with --source")
     megatron = megatron_interpreter(subject)
     if not megatron.has("megatron") or not megatron.has("megatron.core"):
         raise CannotCheck("megatron-core is not installed: pip install megatron-core")
@@ -65,16 +63,15 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
         raise CannotCheck(
-            f"verify builds this model's norms over all heads for at most as many ranks as query groups: pass --tp "
-            f"{dims.groups} or less"
+            f"verify cannot split this model's norms over more than {dims.groups} ranks: pass less as --tp"
         )
     given = subject.options.megatron
     refused = [option for option in given.given() if option in _REFUSED]
     if refused and subject.megatron_files.hybrid:
-        raise UsageError(
-            f"Megatron-LM refuses {', '.join(refused)} for a HybridModel, and this checkpoint has one",
-            "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
+        hint = (
+            "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel"
         )
+        raise UsageError(f"Megatron-LM refuses {', '.join(refused)} for this HybridModel", hint)
     etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     sizes = ParallelSizes(
         subject.tp,
@@ -93,10 +90,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     sizes = with_remainder(with_chunks(sizes), staged.layers)
     check_sizes(sizes, staged)
     if beyond := [rank for rank in given.ranks if not 0 <= rank < sizes.world]:
-        raise CkptkitError(
-            f"--ranks is {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
-            f"choose ranks from 0 to {sizes.world - 1}",
-        )
+        message = f"--ranks is {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)"
+        raise CkptkitError(message, f"choose ranks from 0 to {sizes.world - 1}")
     return sizes
 
 
@@ -149,19 +144,13 @@ def run_megatron(subject: Subject) -> MegatronRun:
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
     """Raises CannotCheck if Megatron-LM's `load_checkpoint` is missing, or cannot run in this layout."""
     if not megatron_interpreter(subject).has("megatron.training"):
-        raise CannotCheck(
-            f"{_TRAINER} is not installed: use megatron-core 0.19 or later on Python 3.12, or leave out "
-            "--trainer-loader, so that megatron-core itself loads"
-        )
+        hint = "install megatron-core 0.19 or later on Python 3.12, or leave out --trainer-loader"
+        raise CannotCheck(f"{_TRAINER} is not installed: {hint}")
     if sizes != ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp):
-        raise CannotCheck(
-            f"{_TRAINER} supports only --tp, --pp, --ep, --etp and layers that divide evenly, not {sizes}"
-        )
+        raise CannotCheck(f"{_TRAINER} supports only --tp, --pp, --ep, --etp and even stages, not {sizes}")
     if at_once:
-        raise CannotCheck(
-            f"{_TRAINER} needs all {sizes.world} rank(s) at once, but they do not fit into memory together: leave out "
-            "--ranks, or choose sizes with fewer ranks"
-        )
+        why = f"{_TRAINER} needs all {sizes.world} rank(s) in memory at once"
+        raise CannotCheck(f"{why}: leave out --ranks, or choose sizes with fewer ranks")
 
 
 def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) -> int:
@@ -204,8 +193,7 @@ def _check_release(subject: Subject) -> None:
     release = tuple(map(int, found.split(".")[:2]))
     for feature, (major, minor) in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
         if release < (major, minor):
-            message = f"the HybridModel of megatron-core {found} has no {feature}: install {major}.{minor} or later"
-            raise CannotCheck(message)
+            raise CannotCheck(f"megatron-core {found}'s HybridModel has no {feature}: install {major}.{minor} or later")
     is_about = {"indexer-rows": dims.indexer, "query-norm": dims.mla and dims.mla.q_rank is None}
     for known in quirks("megatron", "refuses", found):
         if is_about[known.id]:

@@ -59,9 +59,7 @@ def rounded_inputs(model: nn.Module, modules: Collection[str], group: int) -> It
         for module in layers:
             stack.callback(module.register_forward_pre_hook(partial(_round, group), with_kwargs=True).remove)
         if not layers:
-            raise CkptkitError(
-                "transformers' model has none of the modules that the checkpoint stores in FP8", "leave out --logits"
-            )
+            raise CkptkitError("transformers builds none of the modules that are stored in FP8", "leave out --logits")
         yield
 
 

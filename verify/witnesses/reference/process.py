@@ -99,9 +99,7 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
     else:
         model, info = architecture.from_pretrained(home, config=config, **options)
     if missing := sorted(info["missing_keys"]):
-        raise CkptkitError(
-            f"transformers finds no tensor for {summarize(missing)}", "fix the findings about missing tensors first"
-        )
+        raise CkptkitError(f"transformers finds no tensor for {summarize(missing)}", "restore these tensors")
     size = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available() and 1.2 * size + _ROOM_BYTES < torch.cuda.mem_get_info()[0]:
         model.cuda()

@@ -51,10 +51,8 @@ def run_prediction(subject: Subject) -> Reference:
     sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
     fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]
     if not fitting:
-        raise CannotCheck(
-            f"transformers needs {size(sizes[None])} of memory for this model, but {size(free)} are free: use a larger "
-            "machine, or an engine on GPUs (--engine --logits)"
-        )
+        lack = f"transformers needs {size(sizes[None])} of memory for this model, but {size(free)} are free"
+        raise CannotCheck(f"{lack}: use a larger machine, or an engine on GPUs (--engine --logits)")
     return run_reference(subject, ReferenceJob(subject.path, texts=texts, hf=subject.hf_path, dtype=fitting[0]))
 
 

@@ -109,9 +109,7 @@ def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSamp
         if key in ("loss_mask", *SIDES) and value is not None:
             lists[key] = _numbers(file, where, key, value, {int, float, bool})
             if len(lists[key]) != response:
-                raise CkptkitError(
-                    f"{where} has {len(lists[key])} values of {key}, but {response} response tokens", _SAME
-                )
+                raise CkptkitError(f"{where} has {response} response tokens, but {len(lists[key])} {key}", _SAME)
     metadata, given = _object(row.get("metadata")), _object(row.get("apply_chat_template_kwargs"))
     options = {**given, "tools": metadata["tools"]} if isinstance(metadata.get("tools"), list) else given
     return RecordedSample(

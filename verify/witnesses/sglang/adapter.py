@@ -205,11 +205,9 @@ def _draft_config(args: Any, target: Any) -> Any:
     (own,) = target.hf_config.architectures
     model_config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
     if model_config.hf_config.architectures == [own]:
-        message = f"SGLang has no class for the multi-token prediction layers of {own}"
-        raise CkptkitError(message, "serve the model without speculative decoding")
+        raise CkptkitError(f"SGLang has no class for the draft layers of {own}", "serve without speculative decoding")
     if model_config.hf_config.architectures == [_ONE_EACH]:
-        message = f"ckptkit cannot check {_ONE_EACH}, which SGLang builds for each multi-token prediction layer"
-        raise CkptkitError(message)
+        raise CkptkitError(f"ckptkit cannot check {_ONE_EACH}, SGLang's class for multi-token prediction layers")
     return model_config
 
 

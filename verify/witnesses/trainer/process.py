@@ -133,10 +133,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
         if os.getpid() != process:  # the trainer forked, and this process has nothing to report
             os._exit(1)
     if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
-        raise CkptkitError(
-            f"{_ROUTER}, which parses options of the launch, is not installed",
-            "install it in the Python of --ask-trainer",
-        )
+        raise CkptkitError(f"{_ROUTER}, which parses options of the launch, is missing", "install it for the trainer")
     # After an error of one parser, later ones have not run.
     is_known = parsers.have_parsed and not parsers.error
     untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
@@ -192,9 +189,7 @@ def _parse_megatron(module: Any) -> None:
     """Parses as Megatron-LM's programs do, without options that a program adds to Megatron's own."""
     arguments = module.parse_args(ignore_unknown_args=True)
     if getattr(arguments, "use_checkpoint_args", None) or getattr(arguments, "yaml_cfg", None):
-        raise CkptkitError(
-            "--use-checkpoint-args and --yaml-cfg read options from a file", "write these options into the launch"
-        )
+        raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "set them in the launch")
     module.validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})  # the default of pretrain_gpt.py
 
 
