@@ -84,7 +84,7 @@ class VerifyOptions:
         if self.rollout_temperature is not None and not self.rollout_temperature > 0:
             raise UsageError(f"the temperature is {self.rollout_temperature:g}", "pass one above 0, or none for greedy")
         if self.rollout_temperature is not None and self.rollout_data is None:
-            raise UsageError("a temperature without a rollout", "pass the rollout too (--rollout-data)")
+            raise UsageError("a temperature needs a rollout", "pass the rollout too (--rollout-data)")
 
 
 _MEGATRON = {one.name for one in fields(MegatronOptions)}

@@ -105,9 +105,9 @@ def subject_of(
     if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
         raise UsageError(f"--accept has unknown codes: {', '.join(unknown)}", "use a code that `ckptkit explain` lists")
     if subject.options.adapter is not None and source is None:
-        raise UsageError("an adapter without a source", "pass the base that the adapter was merged into (--source)")
+        raise UsageError("an adapter needs a source", "pass the base that the adapter was merged into (--source)")
     if subject.options.trained and source is None:
-        raise UsageError("trained without a source", "pass the release that training started from (--source)")
+        raise UsageError("trained needs a source", "pass the release that training started from (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "pass the HF base that the adapter was merged into")
     if stage := _special_stage(subject.path):

@@ -203,7 +203,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
-        hint = "only the other tensors change the base: check that the adapter was not saved before the first step"
+        hint = "check that the adapter was not saved before the first training step: these factors change nothing"
         yield Issue(expected, "zeros", hint, names=zeros, as_one=True, severity="warning")
         return
     without_expert = partial(EXPERT.sub, ".experts.#.")

@@ -107,7 +107,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         for one in side_differences(side, source, "in the source"):
             copied = one.source or (one.file if (source.root / one.file).exists() else None)
-            hint = f"copy {copied} from {source.root}" if copied else f"remove the file, or compare {source.root}"
+            hint = f"copy {copied} from {source.root}" if copied else f"remove it, or compare it with {source.root}"
             hint += f", and remove {one.what} from {one.file}" if copied not in (None, one.file) else ""
             what = f"{one.what}, as in the source"
             yield Issue(what, one.words, hint, file=side.root / one.file, severity=one.severity, count=one.count)

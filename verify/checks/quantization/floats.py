@@ -262,7 +262,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not found.matrices:
         raise CannotCheck("ckptkit does not know which modules of this model are Linear layers", "CK302")
     tally.compared(len(found.matrices))
-    expected = "lists in config.json that give each reader the stored formats"
+    expected = "a list of unquantized modules that every reader matches to the stored formats"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     floats, in_floats = stored_floats_of(subject)

@@ -161,5 +161,5 @@ def _verl_format(job: Job, root: Path, content: Mapping[str, Any] | None) -> Ite
     if content is None or (word is not None and word.text.lower() not in ("null", "none", "")):
         return
     expected = f"{_VERL_OPTION}=fp8, or a model in BF16"
-    actual = f"{shortened(content['quant_method'])} without this setting, so verl sends BF16 updates to SGLang"
+    actual = f"a model in {shortened(content['quant_method'])} without the setting, so verl sends BF16 to SGLang"
     yield Issue(expected, actual, f"set {_VERL_OPTION}=fp8, or pass the model in BF16", file=str(root / "config.json"))
