@@ -41,7 +41,7 @@ def explain(words: str = "") -> str:
     matches = {one: sum(bool(word.search(_text(one))) for word in patterns) for one in dict.fromkeys(known.values())}
     most = max(matches.values())
     if not most:
-        raise CkptkitError(f"no check or symptom is called or mentions {shortened(words)}", _hint(wanted, known))
+        raise CkptkitError(f"no check or symptom has or contains {shortened(words)}", _hint(wanted, known))
     best = [one for one, count in matches.items() if count == most]
     if len(best) == 1:
         return _describe(best[0])
@@ -78,5 +78,5 @@ def _hint(wanted: Sequence[str], known: Mapping[str, Check | Symptom]) -> str:
     spellings = [*(code.lower() for code in known if "-" not in code), *sorted(titles)]
     near = dict.fromkeys(match for word in wanted for match in get_close_matches(word, spellings, 3, 0.7))
     listed = [f"`ckptkit explain {known[one.upper()].code if one.upper() in known else one}`" for one in near]
-    nearest = f"near it: {', '.join(listed)}; " if listed else ""
+    nearest = f"similar: {', '.join(listed)}; " if listed else ""
     return f"{nearest}`ckptkit explain` lists all checks by code"

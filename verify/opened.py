@@ -78,7 +78,7 @@ class LazyTensor:
         verifying checksums. Otherwise reads the full tensor. Raises as `read`, and TypeError for another index.
         """
         if not isinstance(rows, slice):
-            raise TypeError(f"{self.name}: index it with a slice of rows, or index the result of read()")
+            raise TypeError(f"{self.name}: index with a slice of rows, or index the result of read()")
         if (found := _rows(self._checkpoint, self._spec, rows)) is not None:
             return found
         return self.read()[rows]
@@ -262,6 +262,6 @@ def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | Non
     parts = [read_new(one) for one in ranges]
     for one, part in zip(ranges, parts, strict=True):
         if len(part) < one.end - one.begin:
-            raise DamagedError(f"{one.path}: {spec.name} is cut short", "copy or download the file again")
+            raise DamagedError(f"{one.path}: {spec.name} is truncated", "copy or download the file again")
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return elements(flat, spec.torch_dtype).view(last - first, *spec.shape[1:])

@@ -67,14 +67,14 @@ class VerifyOptions:
     def __post_init__(self) -> None:
         names = [one.name for one in WITNESSES]
         if unknown := self.against.difference(names):
-            raise UsageError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
+            raise UsageError(f"against contains {sorted(unknown)}", f"use only {', '.join(map(repr, names))}")
         object.__setattr__(self, "against", with_implied(self.against))
         if "engine" in self.against and self.against >= {one.name for one in ENGINES}:
-            hint = "give --against-sglang or --against-vllm, not both"
+            hint = "pass --against-sglang or --against-vllm, not both"
             raise UsageError("--engine serves the checkpoint with one engine", hint)
         if self.trained and self.adapter is not None:
             hint = "leave out trained: a merged adapter is compared bit for bit"
-            raise UsageError("trained and an adapter exclude each other", hint)
+            raise UsageError("trained cannot be combined with an adapter", hint)
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):
@@ -82,9 +82,9 @@ class VerifyOptions:
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
         if self.rollout_temperature is not None and not self.rollout_temperature > 0:
-            raise UsageError(f"a temperature of {self.rollout_temperature:g}", "give one above 0, or none for greedy")
+            raise UsageError(f"the temperature is {self.rollout_temperature:g}", "pass one above 0, or none for greedy")
         if self.rollout_temperature is not None and self.rollout_data is None:
-            raise UsageError("a temperature without a rollout", "give the rollout too (--rollout-data)")
+            raise UsageError("a temperature needs a rollout", "pass the rollout too (--rollout-data)")
 
 
 _MEGATRON = {one.name for one in fields(MegatronOptions)}

@@ -62,11 +62,11 @@ _SPECIAL_KINDS = {
         "an adapter",
         "LoRA adapter",
         "base model",
-        "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify the merged model",
+        "merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`), and verify the merged model",
         frozenset({"transformers"}),
     ),
     "draft": _SpecialKind(
-        "a draft model", "EAGLE draft model", "target", "verify the model that it drafts for with the other options"
+        "a draft model", "EAGLE draft model", "target", "use the other options with the model that it drafts for"
     ),
 }
 
@@ -99,22 +99,22 @@ def subject_of(
     if hf is not None:
         refuse_url(hf)
         if not (Path(hf) / "config.json").exists():
-            hint = "--hf is the HF directory of the model; leave it out to use the config stored next to the weights"
+            hint = "pass the HF directory of the model as --hf, or leave it out to use the config next to the weights"
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
-        raise UsageError(f"--accept names no check: {', '.join(unknown)}", "`ckptkit explain` lists the codes")
+        raise UsageError(f"--accept has unknown codes: {', '.join(unknown)}", "use a code that `ckptkit explain` lists")
     if subject.options.adapter is not None and source is None:
-        raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
+        raise UsageError("an adapter needs a source", "pass the base that the adapter was merged into (--source)")
     if subject.options.trained and source is None:
-        raise UsageError("trained without a source", "give the release that training started from too (--source)")
+        raise UsageError("trained needs a source", "pass the release that training started from (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
-        raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
+        raise UsageError(f"{source} is a Megatron checkpoint", "pass the HF base that the adapter was merged into")
     if stage := _special_stage(subject.path):
         kind = _SPECIAL_KINDS[stage]
         if hf is not None or replace(subject.options, against=subject.against - kind.against) != VerifyOptions():
             only = " and ".join(["--source", *(f"--against-{one}" for one in kind.against)])
-            raise UsageError(f"{subject.path} is {kind.name}, which can be verified with {only} only", kind.hint)
+            raise UsageError(f"{subject.path} is {kind.name}, which supports only {only}", kind.hint)
         for one in filter(None, (subject.path, subject.source_path)):
             require_own_files(one)
         return subject
@@ -198,7 +198,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         except CkptkitError:
             pass  # CK111 reports it
         if is_legacy(weights):
-            hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
+            hint = "convert it (`ckptkit convert`), then run `ckptkit verify` on the result with this path as --source"
             raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
         if subject.is_megatron:
             subject.megatron_files.readable  # noqa: B018 - raises for a format that is not torch_dist

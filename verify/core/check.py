@@ -123,7 +123,7 @@ class Check:
         if self.applies_to is not None:
             self.applies_to(subject)
         if "source" in self.needs and subject.source_path is None:
-            raise NotApplicable("no --source was given")
+            raise NotApplicable("--source was not given")
 
 
 _CHECKS: dict[str, Check] = {}

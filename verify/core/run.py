@@ -116,9 +116,9 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     except NotApplicable as why:
         return Outcome(not_applicable={str(why): [one.code]})
     if stop is None and tally.tensors == 0 and not found and broken:
-        stop = f"nothing to look at because {broken} failed", (broken,)
+        stop = f"nothing to check because {broken} failed", (broken,)
     if stop is None and tally.tensors == 0 and not found:
-        hint = "a check that looks at nothing proves nothing: please report this"
+        hint = "report this: a check that compared nothing proves nothing"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
     failed = any(finding.severity == "error" for finding in found)
     status: Status = "failed" if failed else "skipped" if stop else "passed"
@@ -152,7 +152,7 @@ def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], b
         raise
     except Exception as error:  # a bug of a check must not be reported as a fault of the checkpoint
         if library := missing_of_convert(error):
-            return f"{library} is not installed here: {INSTALL_CONVERT}", ()
+            return f"{library} is not installed: {INSTALL_CONVERT}", ()
         if lacks_memory(error):
             raise
         _LOG.debug("%s", one.code, exc_info=True)

@@ -94,11 +94,11 @@ class Subject(OfKind):
         """The reason to skip SGLang's rules: another engine serves or is requested, or --reader does not name it."""
         if self.arguments is not None and self.engine != "sglang":
             label = next((one.label for one in ENGINES if one.name == self.engine), self.engine)
-            return f"the rollout engine of the launch is {label}, not SGLang"
+            return f"the rollout engine of the launch is {label}"
         if self.readers is None and self.engine != "sglang":
-            return "vLLM is asked, SGLang is not"
+            return "--against-vllm was given, and --against-sglang was not"
         is_excluded = self.readers is not None and "sglang" not in self.readers
-        return "SGLang is not among the readers that were named" if is_excluded else None
+        return "--reader does not include SGLang" if is_excluded else None
 
     @cached_property
     def kind(self) -> Kind:

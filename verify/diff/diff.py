@@ -49,7 +49,7 @@ def compare_checkpoints(sides: Sides, a: str, b: str, *, exact: bool = False) ->
     """Compares two open checkpoints, as `diff`."""
     pairs = {pair.name: pair for pair in pairs_of(sides.a, sides.b)}
     if not pairs:
-        raise CkptkitError(f"{a} and {b} hold no tensor", "check the paths")
+        raise CkptkitError(f"{a} and {b} contain no tensor", "check the paths")
     redundant = _redundant(sides, pairs)
     needed = [pair for pair in pairs.values() if pair.name not in redundant]
     origins = moved_names(needed)
@@ -84,7 +84,7 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
         # Without values it is unknown whether a tied output layer that one side lacks repeats the embedding.
         group: State = "unread" if name in tied and state != "differing" else state
         by_state[group].append(Pair(name, spec_a, spec_b, None, None, state))
-    note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
+    note = f"values were not read, because torch is not installed: {INSTALL_CONVERT}"
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
         differing=by_state["differing"],
@@ -118,7 +118,7 @@ def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     config = config_or_empty(checkpoint)
     fp32 = fp32_names(config if supported(config) else None)
     if names := [pair.name for pair in cast if pair.name in fp32]:
-        fault = "state that must stay float32 is narrower on one side, which changes routing"
+        fault = "this state must be float32, but is narrower on one side, which changes routing"
         yield f"{summarize(names)}: {fault}; `ckptkit verify --source` judges it (CK203)"
 
 
@@ -199,4 +199,4 @@ def moves_of(pairs: Sequence[Pair], origins: Mapping[str, str]) -> Iterator[Move
         yield replace(move, others=[origins[name] for name in move.names])
     for names in group_pairs({name: other for name, other in origins.items() if name not in differing}):
         others = [origins[name] for name in names]
-        yield Moved(f"another name in B: {summarize(others)}", "", names, others=others)
+        yield Moved(f"B has another name for it: {summarize(others)}", "", names, others=others)

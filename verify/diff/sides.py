@@ -54,7 +54,7 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     except CkptkitError as error:
         if places[0].kind != places[1].kind:
             raise
-        notes = [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
+        notes = [f"tensors are compared by their names on disk, since no common names are known: {error.message}"]
     files, more = compare_files(config_or_empty(stored[0]), config_or_empty(stored[1]), *places)
     notes += [*_padding(stored, places), *_borrowed(stored, [left, right], places), *more]
     return Sides(left, right, (both[0].words, both[1].words), tuple(notes), tuple(files))
@@ -89,7 +89,7 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
         if not has_weights(hf) or hf.absolute().is_relative_to(place.root):
             continue
         if names := [name for name in side.specs if family_of(config).passes_through(name)]:
-            yield f"{summarize(names, 3)}: not in {place.path}, and taken from {hf}, so not compared"
+            yield f"{summarize(names, 3)}: not compared, since {place.path} lacks them and they would come from {hf}"
 
 
 def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ def compare_files(
     bare = [name for name, side in zip("AB", sides, strict=True) if not side.loaded - {"config.json"}]
     if bare or sides[0].root.resolve() == sides[1].root.resolve():
         if len(bare) == 1 and place_a.is_hf and place_b.is_hf:
-            notes.append(f"{bare[0]} has no tokenizer and no other file next to its weights, so none is compared")
+            notes.append(f"files were not compared, since {bare[0]} has none next to its weights")
         return lines, notes
     try:
         code = [one for one in code_differences(sides[1], sides[0], "in A") if not one.words.startswith("missing")]
@@ -133,7 +133,7 @@ def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], lis
         more = f" and {len(ones) - _LISTED} more" if ones[_LISTED:] else ""
         listed = (f"{one.name} {_shown(one.here)} and {_shown(one.there)}" for one in ones[:_LISTED])
         lines[severity] = f"config.json differs: {', '.join(listed)}{more}"
-    notes = [f"{lines['warning']}, which may be a default that one of them spells out"] if "warning" in lines else []
+    notes = [f"{lines['warning']}, which may be a default that only one file contains"] if "warning" in lines else []
     return [lines["error"]] if "error" in lines else [], notes
 
 

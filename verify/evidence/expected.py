@@ -109,8 +109,8 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
-            reason = "no HF config.json is stored next to this Megatron checkpoint"
-            raise CannotCheck(f"{reason}; name the HF directory with --hf")
+            reason = "this Megatron checkpoint has no HF config.json next to it"
+            raise CannotCheck(f"{reason}; pass the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)
@@ -281,7 +281,7 @@ def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]
     try:
         return read(subject)
     except CkptkitError as error:
-        raise CannotCheck("there is no usable config.json", "CK101") from error
+        raise CannotCheck("config.json is missing or cannot be used", "CK101") from error
 
 
 def tied_head_of(subject: Subject) -> tuple[str, str] | None:

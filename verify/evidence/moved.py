@@ -16,15 +16,15 @@ from ckptkit.verify.evidence.folding import LAYER, by_key, count_differing_parts
 
 AGAIN = "convert again from the source"
 _WHOLE_LAYERS = {
-    "exchanged": "their names were exchanged where they were written: save or convert again from the source",
-    "reordered": "the layers were numbered from another start, or written in another order, for example sorted as text "
-    "(0, 1, 10, 11, 2): save or convert again in order of number, from 0",
+    "exchanged": "save or convert again from the source: the names of these layers were exchanged",
+    "reordered": "save or convert again with layers numbered from 0 in their order: they had another start or another "
+    "order, for example that of text (0, 1, 10, 11, 2)",
     "copied": "save or convert again from the source",
 }
-_STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
-_INSIDE = "the layers were numbered wrongly inside a pipeline stage: save or convert again with global layer IDs"
-_LOCAL = "each expert parallel rank may have numbered its experts from 0: save or convert again with global expert IDs"
-_WHICH = "compare with the release: which {} belongs there?"
+_STAGE = "save or convert again with global layer numbers: a pipeline stage used the numbers of another stage"
+_INSIDE = "save or convert again with global layer numbers: the numbers inside a pipeline stage are wrong"
+_LOCAL = "save or convert again with global expert numbers: ranks may have numbered their experts from 0"
+_WHICH = "compare with the release to find the right {}"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.+)")
 
 

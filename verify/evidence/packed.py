@@ -28,7 +28,7 @@ class Int4Format:
     @property
     def title(self) -> str:
         """Bits and groups, for a message."""
-        return f"INT{self.bits}, " + ("one scale a row" if self.group is None else f"groups of {self.group}")
+        return f"INT{self.bits}, " + ("one scale per row" if self.group is None else f"groups of {self.group}")
 
     def groups(self, columns: int) -> int:
         """The number of scales in a row of `columns` weights."""

@@ -83,7 +83,7 @@ def sides(subject: Subject, stored: bool, opened: Checkpoint | None = None) -> t
 def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
     """The source under HF names, as `as_hf_view`. Raises ValueError without a source."""
     if subject.source is None:
-        raise ValueError("there is no source")
+        raise ValueError("--source was not given")
     return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
@@ -255,7 +255,7 @@ def _open_sides(task: TaskInput) -> tuple[BothSides, Groups]:
     if _files(task) != task.files:
         paths = f"{task.path} or {task.source_path}" if task.source_path else task.path
         message = f"node {socket.gethostname()} sees other files at {paths} than the coordinator"
-        hint = "name paths on a file system that all nodes share, or copy with times (rsync -a)"
+        hint = "pass paths on a file system that all nodes share, or copy files with their times (rsync -a)"
         raise CkptkitError(f"{message} (names, sizes or times differ)", hint)
     checkpoint, source = sides(Subject(task.path, task.source_path, task.hf_path), task.stored)
     return BothSides(checkpoint, source), list(common_groups(checkpoint, source))

@@ -73,8 +73,8 @@ class Rounding:
     def words(self) -> tuple[str, str]:
         """The permitted and the actual error, for people."""
         if self.distance is None:
-            return f"at most {self.limit:.3f} quantization steps off", f"up to {self.steps:.3g} quantization steps off"
-        return f"rows within {_GPTQ_LIMIT:.0%} of their norm", f"a row {self.distance:.0%} off"
+            return f"values within {self.limit:.3f} quantization steps", f"values are up to {self.steps:.3g} steps away"
+        return f"rows within {_GPTQ_LIMIT:.0%} of the source's norm", f"a row is {self.distance:.0%} away"
 
 
 @once

@@ -63,13 +63,13 @@ def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samp
     for pair in pairs:
         spec, other = here.specs.get(pair.here), there.specs.get(pair.there)
         if spec is None or other is None:
-            samples.left_out["that one side does not store, or stores packed"] += 1
+            samples.left_out["are missing or packed on one side"] += 1
         elif spec.dtype != other.dtype and _CASTS.isdisjoint({(spec.dtype, other.dtype), (other.dtype, spec.dtype)}):
-            samples.left_out[f"in {' and '.join(sorted((spec.dtype, other.dtype)))}"] += 1
+            samples.left_out[f"have dtypes {' and '.join(sorted((spec.dtype, other.dtype)))}"] += 1
         elif spec.shape == other.shape or (pair.padded and spec.shape[1:] == other.shape[1:]):
             usable[pair.here] = pair
         else:
-            samples.left_out["of other shapes"] += 1
+            samples.left_out["have different shapes"] += 1
     for name in chosen(usable):
         _compare(here, there, usable[name], samples)
     return samples
@@ -126,7 +126,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, samples: Samples) ->
         floats.append((_floats(a, spec_a.dtype), _floats(b, spec_b.dtype)))
         nbytes += a.nbytes
     if not nbytes:
-        samples.left_out["that are not stored as contiguous rows"] += 1
+        samples.left_out["are not stored as contiguous rows"] += 1
         return
     samples.compared.append(pair.here)
     samples.nbytes += nbytes
@@ -151,7 +151,7 @@ def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
     """The first `count` elements of an extent as unsigned integers of their size."""
     content = np.empty(count, {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[ITEMSIZE[dtype]])
     if read_into(extent.path, content.view(np.uint8).data, extent.offset) < content.nbytes:
-        raise CkptkitError(f"{extent.path} ends too early", "the file is truncated; copy it again")
+        raise CkptkitError(f"{extent.path} is too short", "copy the file again: it is truncated")
     return content
 
 

@@ -220,7 +220,7 @@ def _content(path: Path) -> bytes:
     try:
         return read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the tokenizer; make it readable") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "make this file of the tokenizer readable") from error
 
 
 def _objects(content: Any) -> list[Mapping[str, Any]]:

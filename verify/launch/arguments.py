@@ -66,15 +66,15 @@ class LaunchArguments:
         """A model's pipeline, as in Megatron-LM's `validate_args`. Raises CkptkitError if that refuses the options."""
         if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
             names = f"{_CHUNK}, {_VPP} and {option_of(STAGES)}"
-            raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
+            raise CkptkitError(f"the launch has several of {names}", "keep one, as Megatron requires")
         vpp = self.vpp or 1
         if self.chunk is not None:
             if self.first is not None or self.last is not None:
-                raise CkptkitError(f"{_CHUNK} with a different size of the first or last stage", f"give {_VPP}")
+                raise CkptkitError(f"{_CHUNK} with another size of the first or last stage", f"pass {_VPP} instead")
             per_stage, remainder = divmod(layers + self.embedding + self.loss, pp)
             if remainder or not self.chunk or per_stage % self.chunk:
                 message = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
-                raise CkptkitError(message, "choose another number of layers a chunk")
+                raise CkptkitError(message, "choose another number of layers per chunk")
             vpp = per_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
 
@@ -107,15 +107,14 @@ def _size(name: str, given: Arguments) -> int | str | None:
     value, word, option = given.value(name), given.get(name).word or Word(""), option_of(name)
     least = 1 if NUMBERS.get(name) in _RANKS else 0
     if value is None and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):
-        hint = "copy the arguments as the launch script has them"
-        raise CkptkitError(f"{option} among the launch arguments has no value", hint)
+        raise CkptkitError(f"{option} in the launch arguments has no value", "copy the arguments exactly")
     is_number = isinstance(value, int) and 0 <= value < 10**9
     if name in NUMBERS and not (is_number or isinstance(word, UnresolvedWord)):
-        message = f"{option} {word.text} among the launch arguments is not a number"
-        raise CkptkitError(message, "copy the arguments with their variables filled in")
+        message = f"{option} {word.text} in the launch arguments is not a number"
+        raise CkptkitError(message, "replace variables by their values in the arguments")
     if is_number and value < least:
-        message = f"{option} {value} among the launch arguments is not a number of ranks"
-        raise CkptkitError(message, "give 1 or more, or leave it out")
+        message = f"{option} {value} in the launch arguments is not a number of ranks"
+        raise CkptkitError(message, "pass 1 or more, or leave out the option")
     return value  # type: ignore[no-any-return]
 
 
@@ -127,6 +126,5 @@ def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tupl
         yield "qat", given[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in given:
         if not (given[QAT_GROUP].isdecimal() and len(given[QAT_GROUP]) < 10):
-            hint = "copy the variables with their values filled in"
-            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", hint)
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", "set a number")
         yield "qat_group", int(given[QAT_GROUP])

@@ -41,12 +41,12 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     unresolved = [word for word in text.words if isinstance(word, UnresolvedWord)]
     replaceable = {_reason(word) for word in unresolved if _is_replaceable(word)}
     if reasons := [one for one in (*text.unresolved, *map(_reason, unresolved)) if one not in replaceable]:
-        raise CkptkitError("the trainer was not asked: not all words are known", reasons[0])
+        raise CkptkitError("the trainer was not asked, because a part of its command is unknown", reasons[0])
     package = _PACKAGES.get(job.stack.name, "")
     is_asked = PROGRAMS[package].fullmatch(text.program) if package else job.stack.one_model and text.program
     if not is_asked or text.directory is None:
-        message = f"the trainer was not asked: {text.program or 'the launch'} is not a program of a known trainer"
-        hint = "give a script that starts train.py, pretrain_*.py, verl.trainer.main_ppo, NeMo-RL's run_*.py or ROLL's "
+        message = f"the trainer was not asked, because {text.program or 'the launch'} starts no known trainer"
+        hint = "pass a script that starts train.py, pretrain_*.py, verl.trainer.main_ppo, NeMo-RL's run_*.py or ROLL's "
         raise CkptkitError(message, f"{hint}start_*_pipeline.py")
     words = [_hide(word) if isinstance(word, UnresolvedWord) else word.text for word in text.words]
     if package == "roll":  # Hydra's `initialize` accepts only a folder relative to the program
@@ -100,8 +100,8 @@ def _variables(job: Job) -> Mapping[str, str]:
     known = {name: word.text for name, word in job.text.environment.items() if not isinstance(word, UnresolvedWord)}
     world = job.text.ranks.text if job.text.ranks else known.get("WORLD_SIZE", "" if _is_megatron(job) else "1")
     if not world:
-        message = "the trainer was not asked: the number of its processes is not known"
-        raise CkptkitError(message, "start it by torchrun, or set WORLD_SIZE in the launch")
+        message = "the trainer was not asked, because the number of its processes is unknown"
+        raise CkptkitError(message, "start the trainer with torchrun, or set WORLD_SIZE in the launch")
     public = {key: text for key, text in known.items() if not (is_withheld(key, text) or _RESERVED.fullmatch(key))}
     rank = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     # Megatron-LM builds a kernel during its import, for TORCH_CUDA_ARCH_LIST or else for the local GPUs.
@@ -120,7 +120,7 @@ def _refusals(answer: TrainerAnswer, job: Job, has_settings: bool) -> Iterator[I
         named = named or {key: word for key, word in written.items() if _names_last(message, key.rpartition(".")[2])}
         places = ", ".join(f"{key} at {word.place}" for key, word in named.items())
         actual = f"{message.rstrip('.')} ({places})" if places else message
-        hint = f"change the options that the message names: {answer.trainer} stops at {answer.at}"
+        hint = f"change the options in the message: {answer.trainer} stops at {answer.at}"
         file = next((word.file for word in [*named.values(), *text.words] if word.file), None)
         yield Issue(f"a launch that {answer.trainer} accepts", actual, hint, file=file)
 
@@ -140,6 +140,6 @@ def _unknown_options(answer: TrainerAnswer, job: Job) -> Iterator[Issue]:
     for word in job.text.words:
         if word.text in answer.untaken:
             name = word.text.partition("=")[0]
-            hint = f"correct it or leave it out: {job.stack.unknown}"
-            actual = f"{name}, which no parser of {answer.trainer} accepts, at {word.place}"
+            hint = f"correct or remove the option: {job.stack.unknown}"
+            actual = f"{answer.trainer} has no option {name} (at {word.place})"
             yield Issue(f"options that {answer.trainer} accepts", actual, hint, file=word.file, severity="warning")

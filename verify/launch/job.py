@@ -79,7 +79,7 @@ class TrainedAdapter:
     def __str__(self) -> str:
         rank = f" of rank {self.rank}" if self.rank else ""
         targets = f" on {self.targets}" if self.targets else ""
-        return f"adapter{rank}{targets}, by {self.asked_by}: {self.engine}"
+        return f"adapter{rank}{targets} ({self.asked_by}): {self.engine}"
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,8 @@ def _fold_other_model(subject: Subject, outcome: Outcome) -> Outcome:
         return outcome
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
     difference = describe_difference([one.actual for one in arguments], tensors)
-    expected, actual = f"the model of {config}/config.json", f"another one: {difference}"
-    hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
+    expected, actual = f"the model of {config}/config.json", f"another model: {difference}"
+    hint = f"pass the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
     finding = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))
     outcome.facts[FOLDED] = [
         f"{one.code}: {f'{one.tensor}: ' * bool(one.tensor)}expected {one.expected}, found {one.actual}"

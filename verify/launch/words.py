@@ -46,6 +46,9 @@ def first_file(words: Mapping[str, Word]) -> Path | None:
     return next((word.file for word in words.values() if word.file), None)
 
 
+UNSET = "set neither in the script nor in the environment"  # the reason why a variable is unknown
+
+
 @dataclass(frozen=True)
 class UnresolvedWord(Word):
     """The source text of a word that could not be resolved."""
@@ -77,6 +80,12 @@ class LaunchText:
 _AT_START = re.compile(
     r"\bdate\b[^)]*%(?:[HMSsTNXcR]|-[HM])|\$\(date\)|datetime\..*now\(|time\.time\(|\brandom\.|\buuid"
 )
+
+
+class UnfollowedCall(str):
+    """The reason why a value is unknown: ckptkit does not follow the call in this text."""
+
+    __slots__ = ()
 
 
 def changes_every_start(text: str) -> bool:

@@ -38,7 +38,7 @@ def report_text(report: Report, ending: str) -> str:
 def write_report(report: Report, path: Path) -> None:
     """Writes the report atomically, in the format of the suffix. Raises OSError, and CkptkitError as `fault_of`."""
     if (fault := fault_of(path)) is not None:
-        raise CkptkitError(fault, "name another file for the report")
+        raise CkptkitError(fault, "choose another file for the report")
     write_atomically(path, report_text(report, path.suffix))
 
 
@@ -46,16 +46,16 @@ def fault_of(path: Path) -> str | None:
     """The reason why no report can be written to `path`, or None. Raises OSError."""
     parent = path.absolute().parent
     if path.suffix not in _BEGINNINGS:
-        return f"{path}: must end in one of {', '.join(FORMATS)}"
+        return f"{path} does not end in one of {', '.join(FORMATS)}"
     if path.is_dir():
-        return f"{path}: is a directory"
+        return f"{path} is a directory"
     if not parent.is_dir():
-        return f"{path}: must be in an existing directory"
+        return f"{path} is in a directory that does not exist"
     if path.name in {*LOADED, MANIFEST}:
-        return f"{path}: is a name that loaders read; give the report another name"
+        return f"{path} has the name of a file that loaders read"
     if path.exists() and not _is_report(path):
-        return f"{path}: exists and is not a {path.suffix} report of ckptkit, so it is not replaced"
-    return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
+        return f"{path} exists and is not a {path.suffix} report of ckptkit, so it is not replaced"
+    return None if os.access(parent, os.W_OK) else f"{path} is in a directory that cannot be written to"
 
 
 def _is_report(path: Path) -> bool:

@@ -123,7 +123,7 @@ def headline(report: Report) -> str:
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
     is_uncompared = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
-    note = " Values were compared with nothing: give --source." if is_uncompared else ""
+    note = " Values were compared with nothing: pass --source." if is_uncompared else ""
     return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{note}"
 
 

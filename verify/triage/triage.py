@@ -74,14 +74,14 @@ class Triage:
 def triage(logs: Sequence[str | Path]) -> Triage:
     """Finds known symptoms in logs (`-` is standard input). Raises CkptkitError for an unreadable or empty log."""
     if not logs:
-        raise CkptkitError("no log was given", "give the log of the trainer, or `-` for standard input")
+        raise CkptkitError("no log was given", "pass the log of the trainer, or `-` for standard input")
     found = Found()
     for log in logs:
         before = found.lines
         with _opened(log) as stream:
             found.scan(stream, _name(log))
         if found.lines == before:
-            raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
+            raise CkptkitError(f"{_name(log)} is empty", "pass the log of the job, or of its driver if it is a Ray job")
     # With several models it is unknown which one a line is about.
     served = next(iter(found.served)) if len(found.served) == 1 else None
     only_vllm = found.engines == {"vLLM"}
@@ -115,18 +115,17 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
                 if head.startswith(magic):
                     raise CkptkitError(f"{log} is compressed", f"{program} {log} | ckptkit triage -")
             if b"\0" in head:
-                raise CkptkitError(f"{log} is not text", "give the log of the job")
+                raise CkptkitError(f"{log} is not text", "pass the log of the job")
             yield stream
     except OSError as error:
-        hint = "give the file of a log, or `-` for standard input"
-        raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
+        raise CkptkitError(f"{log}: {error.strerror or error}", "pass a log file, or `-` for standard input") from error
 
 
 def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
     count = len(found.causes) + len(found.effects)
-    nothing = "That no symptom is known is not a verdict: `ckptkit preflight` and `ckptkit verify` look at the files."
+    nothing = "This is no verdict: check the files with `ckptkit preflight` and `ckptkit verify`."
     text = TextReport(
         [_entry(sign) for sign in (*found.causes, *found.effects)],
         ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}"),

@@ -26,10 +26,10 @@ Program = Literal["sglang", "vllm"]
 Engine = SglangEngine | VllmEngine
 _Answer = TypeVar("_Answer")
 _HINT = (
-    "do not generate with these weights: send the whole update again. "
-    "`ckptkit verify HF --update` tells whether the engine can take updates at all"
+    "send the complete update again before the next generation. "
+    "`ckptkit verify HF --update` checks whether the engine supports updates"
 )
-_LOST_HINT = "send the whole update before the next generation: vLLM's sleep level 2 keeps no weights"
+_LOST_HINT = "send the complete update before the next generation: vLLM's sleep level 2 keeps no weights"
 
 
 class WeightSyncCheck:
@@ -61,13 +61,13 @@ class WeightSyncCheck:
         Raises CkptkitError if SGLang's digest is needed and SGLang is not installed.
         """
         if every < 1:
-            raise CkptkitError(f"every is {every}", "give 1 to check each update, N to check every Nth")
+            raise CkptkitError(f"every is {every}", "pass 1 to check each update, or N to check every Nth")
         self.seconds = 0.0
         self._every, self._updates = every, 0
         self._pattern = re.compile(tensors or "")
         self._room, self._headers, self._timeout = room, dict(headers or {}), timeout
         if program not in ("sglang", "vllm"):
-            raise CkptkitError(f"program is {program!r}", "it may be 'sglang' or 'vllm'")
+            raise CkptkitError(f"program is {program!r}", "pass 'sglang' or 'vllm'")
         self._program: Program = program
         self._digest: Digest = digest or (vllm_digest if program == "vllm" else sglang_digest())
         self._own_digest = digest is None
@@ -82,12 +82,12 @@ class WeightSyncCheck:
         """Replaces the engines, for instance after some were restarted, and keeps the history."""
         listed = [engines] if isinstance(engines, str) or callable(engines) else list(engines)
         if not listed:
-            raise CkptkitError("there is no engine to check", "name the address of each engine")
+            raise CkptkitError("WeightSyncCheck got no engine", "pass the address of each engine")
         self._engines = [self._engine(one, f"engine {number}") for number, one in enumerate(listed, 1)]
         self._setups = {}
         count = sum(not isinstance(one, str) for one in listed)
         if count and self._program == "sglang":
-            raise CkptkitError(f"{count} engines of SGLang are no address", "give addresses")
+            raise CkptkitError(f"{count} of the SGLang engines are not addresses", "pass the address of each engine")
         if count:  # during an update their workers may be busy
             self._learn_setups()
 
@@ -122,8 +122,8 @@ class WeightSyncCheck:
             return None
         with self._timed():
             if sent is None:
-                message = f"weight update {name}: no tensor was recorded, so nothing can be checked"
-                raise CkptkitError(message, "call `record` for each tensor that is sent")
+                message = f"weight update {name} cannot be checked, because no tensor was recorded"
+                raise CkptkitError(message, "call `record` for each tensor that the trainer sends")
             with waiting("the checksums of the sent tensors"):
                 sent.finish()
             states = self._states()
@@ -137,12 +137,12 @@ class WeightSyncCheck:
     def after_resume(self) -> int:
         """Compares engines with the last check, after a resume, and counts parameters. Raises CkptkitError."""
         if not self._history.held:
-            raise CkptkitError("no earlier check of these engines is known", "call after_update first")
+            raise CkptkitError("these engines were never checked before", "call after_update first")
         with self._timed():
             self._learn_setups()
             count, wrong = changed_since(self._states(), self._setups, self._history)
         if wrong:
-            raise CkptkitError("engines lost their weights of the last check", _LOST_HINT, first_lines(wrong))
+            raise CkptkitError("engines lost their weights since the last check", _LOST_HINT, first_lines(wrong))
         return count
 
     def _learn_setups(self) -> None:
@@ -153,8 +153,8 @@ class WeightSyncCheck:
         sizes = {setup.sizes[0] for setup in self._setups.values()}
         digests = {setup.digest for setup in self._setups.values()}
         if len(digests) > 1:
-            message = "some engines answer /weight_checker (vLLM 0.32 and later), and others by a worker extension"
-            raise CkptkitError(message, "their checksums differ: have one check for each kind")
+            message = "some engines answer /weight_checker (vLLM 0.32 and later), but others use a worker extension"
+            raise CkptkitError(message, "make one WeightSyncCheck for each kind, since their checksums differ")
         counts = {param: len(sources) for param, sources in self._history.sources.items()}
         return Sent(digests.pop() or self._digest, sizes, self._history.cuts_of(self._setups), counts, self._room)
 
@@ -174,15 +174,15 @@ class WeightSyncCheck:
         if verdict.compared and not verdict.result.by_value and not self._pattern.pattern:
             same_versions = (computes_as(setup.version) for setup in self._setups.values())
             if self._program == "vllm" or not self._own_digest or all(same_versions):
-                wrong.append(f"none of the values that were sent is in {', '.join(states)}")
+                wrong.append(f"{', '.join(states)}: the engines hold none of the sent values")
         if wrong:
-            raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, first_lines(wrong))
+            raise CkptkitError(f"engines do not hold what weight update {version} sent", _HINT, first_lines(wrong))
 
     def _print_notes(self, result: SyncResult) -> None:
         notes = {
-            "not compared by value": result.unseen,
-            "sent, and no engine has a parameter of this name": result.absent,
-            "held by engines, and nothing was sent for them": result.not_sent,
+            "values were not compared": result.unseen,
+            "engines have no parameter for these sent tensors": result.absent,
+            "nothing was sent for these parameters": result.not_sent,
         }
         lines = [f"{note}: {summarize(names)}" for note, names in notes.items() if names]
         for line in lines:

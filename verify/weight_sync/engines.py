@@ -74,7 +74,7 @@ class JsonServer:
             hint = "check that the engine is running and can be reached from this host"
             raise CkptkitError(f"{self.url}/{path}: {words_of(error)}", hint) from error
         if not isinstance(content, dict):
-            raise CkptkitError(f"{self.url}/{path} answered no JSON object", "give the address of an engine")
+            raise CkptkitError(f"{self.url}/{path} answered no JSON object", "pass the address of an engine")
         return content
 
     def require(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -20,11 +20,10 @@ Cuts = Mapping[tuple[Layout, Seat, str], ParamCut]
 _SCALES = ("scale_inv", "scale")
 _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _HEAD = (
-    "nothing was sent for it, and it does not hold the embeddings that were sent: send a tied output layer under both "
-    "names"
+    "nothing was sent for this tied output layer, and it does not hold the sent embeddings: send it under both names"
 )
-_MOVED = "changed, though the same was sent as at the last check"
-_STALE = "unchanged, though something else was sent than at the last check"
+_MOVED = "the parameters changed, although the same values were sent as at the last check"
+_STALE = "the parameters did not change, although other values were sent than at the last check"
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def judge(
             if is_equal.get((rank, param)):
                 continue
             if is_complete and (lost_parts := predicted.missing_parts(param, sent.sources.get(param, {}))):
-                wrong[rank.label, f"{', '.join(lost_parts)} of it was not sent"].append(param)
+                wrong[rank.label, f"{', '.join(lost_parts)} was not sent"].append(param)
                 continue
             if (rank, param) in is_equal and rank.key(sent, param) in cuts:
                 wrong[rank.label, _reason(sent, rank, param, before)].append(param)
@@ -141,7 +140,7 @@ def judge(
             if reason:
                 wrong[rank.label, reason].append(param)
     lost = was.own.keys() - now.own.keys()
-    lines = [f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []
+    lines = [f"an earlier update sent {summarize(lost)}, but this one does not"] if lost else []
     lines += [f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()]
     absent = _absent(sent, ranks, any(cut.shared for cut in cuts.values()))
     names = (sorted(unseen), sorted(absent), sorted(not_sent))
@@ -162,7 +161,7 @@ def changed_since(
         before = history.held.get((rank.url, rank.seat), {})
         count += len(before)
         if changed := [name for name in before if before[name] != rank.checksums.get(name)]:
-            lines.append(f"{rank.label}: {summarize(changed)}: not as at the last check")
+            lines.append(f"{rank.label}: {summarize(changed)}: changed since the last check")
     return count, lines
 
 
@@ -202,9 +201,9 @@ def _params(sources: Mapping[str, Sources], held: Collection[str]) -> Iterator[s
 def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:
     checksum = rank.checksums[param]
     if before.get(param) == checksum:
-        return "as they were at the last check, not as sent"
+        return "the parameters have the values of the last check, not the sent ones"
     matches = (name for name, found in sent.predicted.items() if name != param and checksum in found.values())
-    return f"not as sent, but as {match} was sent" if (match := next(matches, None)) else "not as sent"
+    return f"the values are those of {match}" if (match := next(matches, None)) else "the values are not the sent ones"
 
 
 def _judge_change(was: Mapping[str, str], sent: Mapping[str, str], before: str | None, now: str) -> str | None:
@@ -263,4 +262,4 @@ def _compare_engines(sent: Sent, ranks: Sequence[_Rank], reported: Collection[st
             odd = [rank.label for rank in group if most == next_most or rank.checksums.get(param) != value]
             found["; ".join(odd)].append(param)
     for labels, params in found.items():
-        yield f"{labels}: {summarize(params)}: not the same in all engines"
+        yield f"{labels}: {summarize(params)}: engines of the same layout differ"

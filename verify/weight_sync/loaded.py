@@ -54,9 +54,9 @@ class LoadedComparison:
     skipped: Mapping[str, Sequence[str]]
 
     def __str__(self) -> str:
-        equal = [f"{len(self.digests)} by {MANIFEST}"] if self.digests else []
+        equal = [f"{len(self.digests)} parameters by {MANIFEST}"] if self.digests else []
         equal += [f"{len(self.tensors)} by the weights on disk: {summarize(self.tensors)}"] if self.tensors else []
-        skipped = [f"{len(names)} {reason}: {summarize(names)}" for reason, names in self.skipped.items() if names]
+        skipped = [f"{len(names)} that {reason}: {summarize(names)}" for reason, names in self.skipped.items() if names]
         return f"equal to {self.path}: {', '.join(equal) or 'nothing'}; not compared: {', '.join(skipped) or 'nothing'}"
 
 
@@ -73,7 +73,7 @@ def locate_loaded(args: Namespace, prefix: str) -> Location:
     if option == "load" and not path:
         option, path = "ref_load", getattr(args, "ref_load", None)
     if not option or not path:
-        raise CkptkitError(f"no option names the weights of {prefix or 'the actor'}", "give --load")
+        raise CkptkitError(f"no option has the weights of {prefix or 'the actor'}", "pass --load")
     step = getattr(args, option.removesuffix("load") + "ckpt_step", None)
     tracker = Path(path) / TRACKER
     # Megatron ignores the step if the tracker names `release`, and ignores step 0.
@@ -86,7 +86,7 @@ def parameters_asked_for() -> int | None:
     """The number of cut parameters to compare, or None for all. Raises CkptkitError for another value."""
     value = os.environ.get(PARAMETERS, str(_PARAMETERS))
     if value != "all" and not value.isdecimal():
-        raise CkptkitError(f"{PARAMETERS} is {value!r}", "give a number of parameters, or `all`")
+        raise CkptkitError(f"{PARAMETERS} is {value!r}", "set it to a number of parameters, or to `all`")
     return None if value == "all" else int(value)
 
 
@@ -118,20 +118,20 @@ def compare_loaded(
     wrong = []
     for local, digest in known.items():
         if (actual := TensorDigest.of(held[local][1].contiguous().cpu())) != digest:
-            other = next((f": it is {name}" for name, one in digests.items() if one == actual), "")
-            wrong.append(f"{local} is not {names[local]} of {path}{other}")
+            other = next((f": it has the values of {name}" for name, one in digests.items() if one == actual), "")
+            wrong.append(f"{local} does not have the values of {names[local]} of {path}{other}")
     cut = _select_cut([local for local in held if local not in uncut], names, reference, parameters, skipped)
     tensors = {local: held[local][1] for local in (*uncut, *cut) if local not in known}
     in_local_spec = ((name, tensor) for name, tensor in held.values() if CUT_IN_LOCAL_SPEC.fullmatch(name))
     at = replace(at, local_spec=any(tuple(one.shape) != reference.specs[name].shape for name, one in in_local_spec))
     seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
     different = (one for one in seen if one.verdict != "equal")
-    wrong += [f"{one.local} is not {one.name} of {path}{_describe(one)}" for one in different]
+    wrong += [f"{one.local} does not have the values of {one.name} of {path}{_describe(one)}" for one in different]
     if wrong:
-        hint = f"check how these weights were loaded: `ckptkit verify {path} --against-megatron`"
+        hint = f"check how Megatron loads the checkpoint: `ckptkit verify {path} --against-megatron`"
         is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         rank = f"rank {job_rank()}: " if is_one_of_many else ""
-        raise DiffersError(f"{rank}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
+        raise DiffersError(f"{rank}{len(wrong)} parameter(s) differ from the checkpoint", hint, wrong)
     return LoadedComparison(path, list(known), [one.local for one in seen], skipped)
 
 
@@ -151,16 +151,16 @@ def _local_tensors(
             core = core.module  # type: ignore[assignment]
         prefix = f"chunk {index}: " if len(model) > 1 else ""
         if not hasattr(core, "decoder"):
-            skipped["of a model that is not a GPTModel"].append(f"{prefix}{type(core).__name__}")
+            skipped["belong to another model than a GPTModel"].append(f"{prefix}{type(core).__name__}")
             continue
         layers = layers_of_chunk(core)
         biases = ((name, one) for name, one in core.named_buffers() if name.endswith(".expert_bias"))
         for local, parameter in chain(core.named_parameters(), biases):
             name = global_name(local, layers, experts, rules)
             if name not in rules or name not in specs:
-                skipped["of a name that the checkpoint lacks"].append(prefix + local)
+                skipped["the checkpoint does not have"].append(prefix + local)
             elif not parameter.is_floating_point() or parameter.element_size() == 1:
-                skipped["not kept as plain numbers"].append(prefix + local)
+                skipped["are quantized or not floats"].append(prefix + local)
             else:
                 yield prefix + local, (name, parameter.detach())
 
@@ -173,7 +173,7 @@ def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, l
     try:
         tensors = read_manifest(path).tensors
     except CkptkitError as error:
-        skipped[f"manifest ({error.message})"].append(str(path))
+        skipped[f"the manifest lists ({error.message})"].append(str(path))
         return {}
     if location.is_megatron:
         return dict(tensors)
@@ -192,17 +192,17 @@ def _select_cut(
     kinds: dict[str, list[str]] = defaultdict(list)
     for one in local:
         if reference.specs[names[one]].nbytes > _MAX_BYTES:
-            skipped["too large to read for a slice"].append(one)
+            skipped["are too large to read a slice"].append(one)
         else:
             kinds[pattern_of(names[one])].append(one)
     rank = job_rank()
     rotated = [[*some[first:], *some[:first]] for some in kinds.values() for first in [rank * 5 % len(some)]]
     order = [one for turn in zip_longest(*rotated) for one in turn if one is not None]
     selected = order[:parameters]
-    skipped[f"beyond the {len(selected)} that {PARAMETERS} allows"] += order[len(selected) :]
+    skipped[f"exceed the {len(selected)} of {PARAMETERS}"] += order[len(selected) :]
     return selected
 
 
 def _describe(seen: TensorSeen) -> str:
     numbers = f"{seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
-    return f": it is {' or '.join(seen.origins)}" if seen.origins else f": {seen.diagnosis or numbers}"
+    return f": it has those of {' or '.join(seen.origins)}" if seen.origins else f": {seen.diagnosis or numbers}"

@@ -33,8 +33,8 @@ class SglangEngine:
         layout = tuple((name, str(info.get(name))) for name in _LAYOUT)
         tp = info.get("tp_size")
         if not isinstance(tp, int) or tp < 1:
-            hint = "give the address of an engine of SGLang, not of a router before it"
-            raise CkptkitError(f"{self.name}/server_info names no tp_size", hint)
+            hint = "pass the address of an SGLang engine, not of a router"
+            raise CkptkitError(f"{self.name}/server_info has no tp_size", hint)
         return Setup(str(info.get("version")), (tp,), info.get("quantization") is not None, layout, dequantizes=True)
 
     def state(self, setup: Setup) -> EngineState:
@@ -43,8 +43,8 @@ class SglangEngine:
         answer = self.server.require("weights_checker", {"action": "checksum"})
         ranks = answer.get("ranks")
         if not answer.get("success") or not ranks:
-            message = "no checksums in its answer" if answer.get("success") else answer.get("message")
-            hint = "it needs an SGLang that knows the action `checksum`"
+            message = "the answer has no checksums" if answer.get("success") else answer.get("message")
+            hint = "use an SGLang with the action `checksum`"
             raise CkptkitError(f"{self.name}/weights_checker: {message}", hint)
         seats = dict[Seat, dict[str, str]]()
         for rank in ranks:
@@ -61,8 +61,8 @@ class SglangEngine:
 def sglang_digest() -> Digest:
     """SGLang's own checksum of a tensor, on a GPU if there is one: it differs on a CPU."""
     if find_spec("sglang") is None:
-        message = "SGLang is not installed here, and its checksums are needed"
-        raise MissingDependencyError(message, "install the engines' SGLang")
+        message = "SGLang, which computes the checksums, is not installed here"
+        raise MissingDependencyError(message, "install the SGLang release of the engines")
     import torch
     from sglang.srt.managers.mm_utils import tensor_hash
 

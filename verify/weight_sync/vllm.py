@@ -116,13 +116,13 @@ class VllmEngine:
             checksums = {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
         for key, checksum in checksums.items():
             if (match := _KEY.fullmatch(key)) is None:
-                raise CkptkitError(f"{self.name} names a checksum {key!r:.80}", "this release of vLLM is not known")
+                raise CkptkitError(f"{self.name} has an unknown checksum {key!r:.80}", "report the release of vLLM")
             dp, pp, pcp, tp = map(int, match.groups()[:4])
             seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
             seats[seat][match[5]] = str(checksum)
         if len(seats) != prod(setup.sizes):
             message = f"{self.name} answered for {len(seats)} of its {prod(setup.sizes)} ranks"
-            raise CkptkitError(message, "name each data parallel engine by its own address")
+            raise CkptkitError(message, "pass the address of each data parallel engine")
         return EngineState(None if version == _NEVER_SET else version, seats)
 
     def _config(self) -> Mapping[str, Any]:
@@ -130,11 +130,11 @@ class VllmEngine:
             return self._call(SETUP)[0]
         config = self.server.require("server_info?config_format=json").get("vllm_config")
         if not isinstance(config, Mapping):
-            raise CkptkitError(f"{self.name}/server_info has no vllm_config", "it needs vLLM 0.25 or later")
+            raise CkptkitError(f"{self.name}/server_info has no vllm_config", "use vLLM 0.25 or later")
         return config
 
     def _call(self, method: str) -> Sequence[Mapping[str, Any]]:
-        hint = f"before vLLM 0.32, start it with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
+        hint = f"before vLLM 0.32, start the engine with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
         try:
             with waiting(f"{method} of {self.name}"):
                 if self.server is not None:
@@ -146,5 +146,5 @@ class VllmEngine:
         except (AttributeError, NotImplementedError) as error:
             raise CkptkitError(f"{self.name}: {words_of(error)}", hint) from error
         if not answers or not all(isinstance(one, Mapping) for one in answers):
-            raise CkptkitError(f"{self.name} answered {method} with no mapping of each worker", hint)
+            raise CkptkitError(f"{self.name} answered {method} without a mapping for each worker", hint)
         return answers

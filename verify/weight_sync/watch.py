@@ -12,7 +12,7 @@ from ckptkit.verify.weight_sync.check import WeightSyncCheck
 from ckptkit.verify.weight_sync.messages import job_rank
 
 _CHECK = "_ckptkit_check"
-_HINT = "this release of the trainer sends weights in another way; see docs/jobs.md for the classes that are known"
+_HINT = "use a trainer release of docs/jobs.md: this one sends weights in another way"
 
 
 def watch_updates(
@@ -90,7 +90,7 @@ def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None 
 
 def _require_unwatched(owner: type, function: str) -> None:
     if _CHECK in vars(owner):
-        raise CkptkitError(f"{owner.__name__} is watched already", f"call {function} once in a process")
+        raise CkptkitError(f"{owner.__name__} is already watched", f"call {function} only once per process")
 
 
 def _recorded(check: WeightSyncCheck, weights: Any) -> Iterator[Any] | AsyncIterator[Any]:

@@ -76,7 +76,7 @@ class Answer(Generic[T]):
 
 def inconclusive(what: str, why: object) -> CannotCheck:
     """The exception for a witness that could not run: `what` did not happen, for the reason `why`."""
-    return CannotCheck(f"{what}, which says nothing about the checkpoint: {why}")
+    return CannotCheck(f"{what}, which is no verdict on the checkpoint: {why}")
 
 
 def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> Answer[T]:
@@ -109,7 +109,7 @@ def read_answer(
     """The answer of ranks that have ended; `failed`: how those ended that failed first."""
     records = {rank: load_record(kind, path) for rank, path in reports.items() if path.exists()}
     if not failed:
-        failed = {rank: "no report" for rank in reports if rank not in records}
+        failed = {rank: "it wrote no report" for rank in reports if rank not in records}
     failures = {rank: exit_report_of(reports[rank]) for rank in failed}
     for rank, failure in failures.items():
         if not failure.message:

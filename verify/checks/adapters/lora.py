@@ -29,9 +29,9 @@ from ckptkit.verify.quirks import Quirk, quirk
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
 from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
-_AGAIN = "export the adapter again from the run"
-_AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
-_MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
+_AGAIN = "export the adapter again from the training run"
+_AS_IT_RAN = f"restore {ADAPTER_CONFIG} of the training run, or export the adapter again"
+_MERGE_IT = "merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT reads, and that `--merge` does not apply
 
 
@@ -62,7 +62,7 @@ def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
     if missing := [one for one in ("torch", "transformers", "peft") if find_spec(one) is None]:
         return f"{missing[0]} is not installed"
     if _given_adapter(subject) or not (base and isinstance(base, str) and os.path.isfile(f"{base}/config.json")):
-        return "its base is not known: give it as --source"
+        return "the base model of the adapter is not known: pass it as --source"
     job = NamesJob(without_quantization(read_config(Path(base))), list(files.specs.values()), adapter=files.config)
     return ask_meanwhile(job, "ckptkit.verify.witnesses.reference.adapter", NamesReport, START_S)
 
@@ -75,7 +75,7 @@ def _has_base(subject: Subject) -> bool:
     return subject.source_path is not None and not _given_adapter(subject)
 
 
-_needs_base = only_if(_has_base, "no base model was given as --source")
+_needs_base = only_if(_has_base, "--source is not a base model")
 
 
 @check("CK131", gate=True)
@@ -92,15 +92,15 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN)
         return
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
-        actual = f"{' and '.join(lost)} not there: PEFT takes 8; {_describe_quirk('rank-or-alpha')}"
-        hint, expected = "write the value that the run was started with", "r and lora_alpha, which define the scale"
+        actual = f"no {' and no '.join(lost)}: PEFT uses 8 instead; {_describe_quirk('rank-or-alpha')}"
+        hint, expected = "add the values of the training run", "r and lora_alpha, which define the adapter's scale"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
     if not pairs:
-        yield Issue("factors lora_A and lora_B", "the adapter has no lora_A and no lora_B, and changes nothing", _AGAIN)
+        yield Issue("tensors lora_A and lora_B", "the adapter has neither, so it changes nothing", _AGAIN)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
-        yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
+        yield Issue("lora_A and lora_B of each module", f"lora_{other} is missing", _AGAIN, names=names)
     if isinstance(ask_peft(subject), str):  # else PEFT itself reports them (CK132)
         yield from _dropped(subject)
 
@@ -122,13 +122,13 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     answer = None if isinstance(asked, str) else asked.result()
     report, why = (None, asked) if answer is None else (answer.report, answer.failure)
     if report is not None and not (report.model_class or report.refused):
-        report, why = None, "transformers has no class for the base, only code of the base itself"
+        report, why = None, "transformers has no class for the base model, which brings its own code"
     if report is None and "transformers" in subject.against:
-        raise CannotCheck(f"PEFT did not run, so the adapter was not judged: {why}")
+        raise CannotCheck(f"PEFT did not run, so the adapter was not checked: {why}")
     if isinstance(asked, str):
         _needs_base(subject)
     tally.compared(len(files.specs))
-    judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
+    judge = f"ckptkit by the rules of PEFT {RULES_OF}, because {why}"
     if report is not None:
         judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
         yield from _by_peft(subject, report)
@@ -139,16 +139,16 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     adapter = over_base(subject)
     if report is None and adapter.unknown:
-        raise CannotCheck(f"the base has no {adapter.unknown[0]}, and its spelling of that is not known: {why}")
+        raise CannotCheck(f"ckptkit does not know the name of {adapter.unknown[0]} in the base model: {why}")
     if report is None:
         for fault in adapter.faults:
             names = None if fault.name is None else [fault.name]
             yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
-        yield Issue("a pair for each weight that is targeted", "none", _AGAIN, names=adapter.unpaired, as_one=True)
+        yield Issue("lora_A and lora_B for target_modules", "missing", _AGAIN, names=adapter.unpaired, as_one=True)
     # CK133 judges adapters with nothing but factors of zeros.
     has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
     if has_more and not (adapter.faults or adapter.unknown) and (idle := adapter.idle()) is not None:
-        yield Issue("an adapter that changes its base", f"it changes nothing: {idle}", _AGAIN)
+        yield Issue("an adapter that changes its base model", f"the adapter changes nothing: {idle}", _AGAIN)
 
 
 def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
@@ -158,7 +158,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
         yield from dropped or [Issue("an adapter that PEFT loads", f"{peft} stops: {report.refused}", _AS_IT_RAN)]
         return
     if report.fits:
-        actual = f"{peft} loads it into {report.fits}, and drops it in {report.model_class}, the base's class"
+        actual = f"{peft} loads it into {report.fits}, but drops its tensors in {report.model_class}, the base's class"
         hint = f"load the base as {report.fits}, or export the adapter for {report.model_class}"
         yield Issue("an adapter for the base's own class", actual, hint, severity="warning")
     if any(not name.startswith(ROOT) for name in specs):
@@ -168,27 +168,27 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
     explained = [one for one in dropped if not set(report.unexpected).isdisjoint(one.names or ())]
     yield from explained
     names = sorted(set(report.unexpected).difference(stacked, *(one.names or () for one in explained)))
-    yield Issue(f"a tensor of {report.model_class} with this adapter", f"{peft} has none, and drops it", names=names)
+    yield Issue(f"a parameter of {report.model_class}", f"{peft} builds none and drops the tensor", names=names)
     for one in report.other_shapes:
         expected = f"shape {list(one.built)}, as {peft} builds it for {report.model_class}"
         yield Issue(expected, f"shape {list(one.stored)}", names=[one.name])
     missing = [name for name in report.missing if not (stacked and ".experts." in name)]
-    actual = "not stored: its training is lost, and PEFT initializes it"
-    yield Issue("all tensors that PEFT trains", actual, _AGAIN, names=missing, as_one=True)
+    actual = "not stored, so PEFT initializes it and its training is lost"
+    yield Issue("each tensor that PEFT trains", actual, _AGAIN, names=missing, as_one=True)
     if report.unmatched:
-        actual = f"{', '.join(report.unmatched)}: {peft} has no such module, and uses r and lora_alpha"
-        hint = "leave it out, as the adapter was trained, or write the end of a module's name"
-        yield Issue("patterns that name modules", actual, hint, file=ADAPTER_CONFIG, severity="warning")
+        actual = f"{peft} finds no module for {', '.join(report.unmatched)}, and uses r and lora_alpha instead"
+        hint = "remove the key, which training ignored too, or write the last part of a module's name"
+        yield Issue("patterns that match a module", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
 @check("CK133")
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, infinity or zero factor, and PEFT's prefix; zeros in half of them or in some experts are a warning."""
     files = adapter_files(subject)
-    actual = "no prefix: PEFT warns, and the adapter changes nothing; SGLang and vLLM accept such names"
-    expected = f"{ROOT} before every name, where PEFT looks for it"
+    actual = "the prefix is missing: PEFT only warns and loads nothing; SGLang and vLLM accept such names"
+    expected = f"names that begin with {ROOT}, as PEFT requires"
     bare = [name for name in files.specs if not name.startswith(ROOT)]
-    yield Issue(expected, actual, f"put {ROOT} before each name", names=bare, as_one=True)
+    yield Issue(expected, actual, f"add {ROOT} to the start of each name", names=bare, as_one=True)
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
@@ -199,18 +199,18 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
             zeros[name] = None
     if (why := idle_reason(files)) is not None:
         actual = f"{why}: the adapter changes nothing"
-        yield Issue("an adapter that changes its base", actual, names=[*zeros] or None, as_one=True)
+        yield Issue("an adapter that changes its base model", actual, names=[*zeros] or None, as_one=True)
         return
     factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
-        hint = "only saved tensors and magnitudes change the base: check that it was not saved before the first step"
+        hint = "check that the adapter was not saved before the first training step: these factors change nothing"
         yield Issue(expected, "zeros", hint, names=zeros, as_one=True, severity="warning")
         return
     without_expert = partial(EXPERT.sub, ".experts.#.")
     trained = {without_expert(name) for name in files.specs if name not in zeros}
     for name in zeros:
         is_expert = without_expert(name) in trained
-        hint = "experts without tokens stay zero: check that these were never routed to" * is_expert
+        hint = "experts that get no tokens stay zero: check that the router never chose these" * is_expert
         yield Issue(expected, "zeros", hint, names=[name], severity=warning_if(is_expert))
 
 
@@ -224,14 +224,14 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
     expected = str(declared).rstrip("/").replace("/", "--")
     if declared and not expected.endswith(actual) and not actual.endswith(expected.rpartition("--")[2]):
-        hint = "compare the two; a base under another name may be right too"
-        expected = f"the base {declared}, by base_model_name_or_path"
-        yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
+        hint = "compare the two models; the same base may have another name"
+        expected = f"the base model {declared}, as in base_model_name_or_path"
+        yield Issue(expected, f"--source is {source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():
         tally.compared(nbytes=spec.nbytes)
         if not adapter.is_copy(name, spec):
-            actual = "other values than the adapter's own copy of it"
-            yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
+            actual, hint = "differs from the adapter's copy of it", "pass the base of the training run as --source"
+            yield Issue("the values of the base in training", actual, hint, names=[name], file=source)
 
 
 @check("CK135", needs=("source",), applies_to=_needs_base)
@@ -262,14 +262,14 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"a scale of {scale:g}", actual, _MERGE_IT, names=names, severity="warning", as_one=True, file=None)
 
 
-@check("CK136", needs=("source",), applies_to=only_if(_given_adapter, "no other adapter was given as --source"))
+@check("CK136", needs=("source",), applies_to=only_if(_given_adapter, "--source is not an adapter"))
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and the settings of adapter_config.json that change the result."""
     adapter, source = adapter_files(subject), AdapterFiles(subject.source_path or Path())
     for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
         actual, expected = adapter.config.get(key), source.config.get(key)
         if (actual or None) != (expected or None):
-            yield Issue(f"{key} {expected}, as the source has", f"{actual}", file=ADAPTER_CONFIG)
+            yield Issue(f"{key} = {expected}, as in the source", f"{key} = {actual}", file=ADAPTER_CONFIG)
     lost, extra = source.specs.keys() - adapter.specs.keys(), adapter.specs.keys() - source.specs.keys()
     yield Issue("every tensor of the source", "missing", names=sorted(lost))
     yield Issue("only tensors of the source", "not in the source", names=sorted(extra))
@@ -280,7 +280,7 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if spec != source.specs[name]:
             yield Issue(str(source.specs[name]), str(spec), names=[name])
         elif (diff := compare(name, adapter.read([name])[name], source.read([name])[name], None)).unequal:
-            yield Issue("the source's values", f"{diff.unequal} of {diff.elements} differ", names=[name])
+            yield Issue("the source's values", f"{diff.unequal} of {diff.elements} elements differ", names=[name])
 
 
 def _describe_quirk(part: str, **facts: object) -> str:
@@ -326,4 +326,4 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found.pop("", None)  # no tested release has this quirk
     for actual, names in found.items():
         hint = FLAT if actual == stacked else _MERGE_IT
-        yield Issue("every part of an adapter served", actual, hint, names=names, severity="warning", as_one=True)
+        yield Issue("tensors that SGLang and vLLM load", actual, hint, names=names, severity="warning", as_one=True)

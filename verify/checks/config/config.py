@@ -36,7 +36,7 @@ _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 # With the rotary settings, which have two spellings.
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
-UNKNOWN: Final = "not there"
+UNKNOWN: Final = "not set"
 _has_arguments = only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments")
 
 
@@ -47,9 +47,9 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         args = subject.megatron_files.args
     except CkptkitError as error:
-        raise CannotCheck("there is no readable common state", "CK111") from error
+        raise CannotCheck("common.pt cannot be read", "CK111") from error
     if not args:
-        raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
+        raise CannotCheck("common.pt has no training arguments, which Megatron accepts", "CK111")
     # Without --mtp-num-layers a run has no such layers; with it, config.json must agree.
     dims = dims_of(require_config(subject, raw_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(compared(dims))
@@ -71,7 +71,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         differences = plain_differences(subject.hf_files.config, there, tally)
     else:
         here = require_config(subject, raw_config_of)
-        hint = "" if subject.options.adapter is None else "write the value of the merged weights"
+        hint = "" if subject.options.adapter is None else "write the value that the merged model needs"
         if subject.options.adapter is not None and subject.source is not None:
             there = subject.source.config  # an adapter may untie the output layer
         else:
@@ -81,7 +81,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
             values, source = subject.peek(read_values), describe_model(there)
             affected = {*values.compared, *values.only_here, *values.only_source} if values else ()
             actual = f"another model than the source: {describe_model(here)} instead of {source}"
-            hint = "check --source, and the path of the checkpoint"
+            hint = "check --source and the path of the checkpoint"
             yield Issue(f"the model of the source: {source}", actual, hint, file=where, also_affected=affected)
             return
         differences = config_differences(here, there, tally)
@@ -204,7 +204,7 @@ def is_parallel(subject: Subject) -> bool:
     return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
 
 
-@check("CK703", preflight=True, applies_to=only_if(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
+@check("CK703", preflight=True, applies_to=only_if(is_parallel, "no --tp, --pp, --ep or --etp is above 1"))
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Megatron's limits for tp, etp and ep, where a default etp gives warnings; layers against pp and its options."""
     dims = dims_of(require_config(subject))
@@ -226,14 +226,14 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     pattern = options.pattern if options else None
     if pattern is not None and (marks := pattern.partition("/")[0].count("|")):
         if (marks + 1) % pp:
-            expected = f"stages in --hybrid-layer-pattern, a multiple of pp = {pp}{at_places(given)}"
-            hint = "move the `|` between them, or choose another --pp"
+            expected = f"a number of stages in --hybrid-layer-pattern divisible by pp = {pp}{at_places(given)}"
+            hint = "change the `|` in the pattern, which separate stages, or choose another --pp"
             yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
     stored = subject.megatron_files if options is None and subject.is_megatron else None
     if pattern is not None or (stored and stored.readable and stored.hybrid):
-        layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
+        layers, size = 2 * layers, "layers of HybridModel (two for each of num_hidden_layers)"
     try:
         stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages
     except CkptkitError as error:
@@ -241,10 +241,10 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), layers).last
-        hint = f"the launch must set it, for example by --decoder-last-pipeline-num-layers {last}"
+        hint = f"divide the layers in the launch, for example with --decoder-last-pipeline-num-layers {last}"
         if not last:
             options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-            hint = f"give {options_for_it} in the launch, or choose another --pp"
+            hint = f"pass {options_for_it} in the launch, or choose another --pp"
         expected, severity = f"{size} divisible by pp = {pp}{at_places(given)}", warning_if(last and options is None)
         yield Issue(expected, f"{size} = {layers}", hint, file=where, severity=severity)
         return

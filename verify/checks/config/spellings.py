@@ -47,7 +47,7 @@ def _spelled_twice(subject: Subject) -> dict[str, Mapping[str, Any]]:
     return {prefix: part for prefix, part in parts if "rope_parameters" in part and old & part.keys()}
 
 
-_needs_two_spellings = only_if(_spelled_twice, "config.json has its rotary settings in one spelling")
+_needs_two_spellings = only_if(_spelled_twice, "config.json has its rotary settings in one spelling only")
 
 
 @check("CK704", preflight=True, applies_to=_needs_two_spellings)
@@ -97,7 +97,7 @@ def _has_two_places(subject: Subject) -> None:
     text = _mapping(config.get("text_config"))
     has_tie = TIED in text or TIED in config
     if not any(key in config and key in text for key in _TWICE) and (not has_tie or _tie_flag(config) is None):
-        raise NotApplicable("config.json has each setting of its language model once, in the right place")
+        raise NotApplicable("no setting of the language model is in config.json twice")
 
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
@@ -154,16 +154,16 @@ def _tie_issues(
     flags = {f"{prefix}{TIED}": part[TIED] for prefix, part in _parts(config).items() if part.get(TIED) is not None}
     listed = ", ".join(f"{name} = {value}" for name, value in flags.items())
     if readers[True] and readers[False]:
-        actual = f"{listed}: true to {readers[True]}, false to {readers[False]}"
-        yield Issue(f"one {TIED} for every reader", actual, hint)
+        actual = f"{listed}: {readers[True]} read true, {readers[False]} read false"
+        yield Issue(f"the same {TIED} for every reader", actual, hint)
         return
     value = next(iter(read.values()))
     is_default = value is False and flags.get(TIED) is False  # transformers' default is in text_config
     if not is_default and any(one is not value for one in flags.values()):
         places = " and ".join(f"{prefix}{TIED}" for prefix, used in (("", tie.top), ("text_config.", tie.text)) if used)
-        expected = f"{TIED} where it is read: {', '.join(read)} read only {places}"
+        expected = f"{TIED} at the place that is read: {', '.join(read)} read only {places}"
         severity = warning_if(len(flags) < 2 and _has_head(subject))
-        yield Issue(expected, f"{listed}, so that they take {value}", hint, severity=severity)
+        yield Issue(expected, f"{listed}, but these readers use {value}", hint, severity=severity)
     elif tie.older and flag(text, TIED, tie.absent) is not value:
         tally.note(f"{', '.join(tie.older)} reads text_config.{TIED} as {not value}, other readers read {value}")
 
@@ -180,15 +180,15 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
 def _sglang_reads_more(subject: Subject) -> None:
     if subject.is_megatron and "sglang" not in subject.against:
-        raise NotApplicable("SGLang reads the config of an HF directory")
+        raise NotApplicable("SGLang reads config.json of HF directories only")
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
     try:
         needed, _ = keys_of(raw_config_of(subject))
     except (CkptkitError, CannotCheck):
-        raise NotApplicable("there is no usable config.json (CK101)") from None
+        raise NotApplicable("config.json is missing or cannot be used (CK101)") from None
     if not needed:
-        raise NotApplicable("transformers writes every key that SGLang reads of this family")
+        raise NotApplicable("transformers writes every key that SGLang reads for this model family")
 
 
 @check("CK731", preflight=True, applies_to=_sglang_reads_more)
@@ -198,7 +198,7 @@ def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(needed))
     if lacking:
         them, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
-        hint = f"add {them}, or take config.json from the release: transformers 5 does not write {them} when it saves"
+        hint = f"add {them}, or take config.json from the release: transformers 5 omits {them} when it saves"
         yield Issue(f"{format_keys(lacking)}, which SGLang's class reads", f"no {', '.join(lacking)}", hint, file=where)
 
 

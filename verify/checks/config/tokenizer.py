@@ -38,7 +38,7 @@ def side_of(subject: Subject) -> SideFiles:
 def source_side(subject: Subject) -> SideFiles:
     """The files next to the source's weights. Raises NotApplicable without a source, CkptkitError if it is invalid."""
     if subject.source_path is None:
-        raise NotApplicable("no --source was given")
+        raise NotApplicable("--source was not given")
     return SideFiles.of(locate(subject.source_path))
 
 
@@ -46,14 +46,14 @@ def _unreadable(subject: Subject, side: SideFiles, expected: str, error: Ckptkit
     """The issue for a file that cannot be read. Raises CannotCheck for a broken link, which CK102 reports."""
     links = subject.hf_files.dangling if subject.is_hf and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
-        raise CannotCheck("not run because links lead nowhere", "CK102")
+        raise CannotCheck("not run because a link has no target", "CK102")
     return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
 
 
 def _has_vocabulary(subject: Subject) -> None:
     with suppress(CkptkitError):  # the check reports a file that cannot be read
         if not side_of(subject).has_vocabulary:
-            raise NotApplicable("there is no tokenizer with readable token ids")
+            raise NotApplicable("no tokenizer file has readable token ids")
 
 
 @check("CK706", preflight=True, applies_to=_has_vocabulary)
@@ -73,17 +73,17 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if not vocabularies:
         tally.compared()
-        yield Issue("a vocabulary", "the tokenizer's files hold no token", file=side.root)
+        yield Issue("tokenizer files with a vocabulary", "the tokenizer files contain no token", file=side.root)
     for file, ids in vocabularies.items():
         tally.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            actual = f"{token!r} has id {largest}; ids without a row: {sum(number >= rows for number in ids.values())}"
-            yield Issue(f"ids below {rows}, the rows of the embedding", actual, file=side.root / file)
+            actual = f"{token!r} has id {largest}; {sum(number >= rows for number in ids.values())} ids have no row"
+            yield Issue(f"ids below {rows}, the number of rows of the embedding", actual, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
-            actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
-            yield Issue("one id for a token", actual, file=side.root / file)
+            actual = f"{other!r} has id {ids[other]} here, but {side.ids[other]} in another file"
+            yield Issue("the same id for a token in all files", actual, file=side.root / file)
 
 
 def _source_has_files(subject: Subject) -> None:
@@ -109,7 +109,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
             copied = one.source or (one.file if (source.root / one.file).exists() else None)
             hint = f"copy {copied} from {source.root}" if copied else f"remove it, or compare it with {source.root}"
             hint += f", and remove {one.what} from {one.file}" if copied not in (None, one.file) else ""
-            what = f"the {one.what} of the source"
+            what = f"{one.what}, as in the source"
             yield Issue(what, one.words, hint, file=side.root / one.file, severity=one.severity, count=one.count)
     except CkptkitError as error:
         yield _unreadable(subject, side, "files that can be read", error)
@@ -122,19 +122,19 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not side_of(subject).has_tokenizer:
         source = source_side(subject) if subject.source_path else None
         hint = f"copy the tokenizer files from {source.root}" if source and source.has_tokenizer else ""
-        expected, severity = "a tokenizer, which engines load from here", warning_if(not hint)
-        yield Issue(expected, "no tokenizer file", hint, severity=severity)
+        expected, severity = "tokenizer files, which engines load from this directory", warning_if(not hint)
+        yield Issue(expected, "the directory has no tokenizer file", hint, severity=severity)
 
 
 def _class_may_differ(subject: Subject) -> None:
     """Selects tokenizers that transformers' class may read differently, since the comparison takes seconds."""
     side = side_of(subject)
     if not subject.is_hf or not lexists(side.root / TOKENIZER):
-        raise NotApplicable(f"there is no {TOKENIZER} next to the weights")
+        raise NotApplicable(f"no {TOKENIZER} is next to the weights")
     with suppress(CkptkitError):
         name = str(side.tokenizer_config.get("tokenizer_class") or "")
         if "AutoTokenizer" in str(side.tokenizer_config.get("auto_map")):
-            raise NotApplicable("the class of the tokenizer is code of the checkpoint, which is not run")
+            raise NotApplicable("the tokenizer's class is code of the checkpoint, which ckptkit does not run")
         if name in ("PreTrainedTokenizerFast", ONLY_NEW):
             raise NotApplicable(f"{name} uses {TOKENIZER} without changes")
         of_bytes = next((of_bytes for start, of_bytes in _OF_BYTES.items() if name.startswith(start)), None)
@@ -167,7 +167,7 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _has_two_files(subject: Subject) -> None:
     side = side_of(subject)
     if not (side.root / "config.json").exists():
-        raise NotApplicable("there is no config.json next to it")
+        raise NotApplicable("config.json is missing")
     with suppress(CkptkitError):
         if not (side.has_vocabulary and any(map(side.special, _KINDS))) and not lexists(side.root / GENERATION):
             raise NotApplicable("only config.json defines special tokens")
@@ -196,7 +196,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
             unused = {-1} if kind == "pad" else set()
             if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
-                expected = f"{kind}_token_id below {rows}, the rows of the embedding"
+                expected = f"{kind}_token_id below {rows}, the number of rows of the embedding"
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
         # A faulty file has no vote.
         yield from _disagreements(kind, sound, side, hint)
@@ -205,10 +205,10 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for key, file, value in ((key, file, value) for key, file, values in raw for value in values):
         if type(value) is not int:
             tally.compared()
-            yield Issue(f"{key} as a whole number", f"{key} {shortened(value)}", hint, file=side.root / file)
+            yield Issue(f"a whole number as {key}", f"{key} {shortened(value)}", hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
     for kind, text in unknown.items():
-        yield Issue(f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=where)
+        yield Issue(f"a {kind}_token of the vocabulary", f"{text!r} is not in the vocabulary", hint, file=where)
     with suppress(CkptkitError):  # CK708 reports a source that cannot be read
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(declared.values()):
@@ -221,9 +221,9 @@ def _lost_ends(side: SideFiles, source: SideFiles) -> Iterator[Issue]:
     for number in sorted(_ends(source) - ends):
         text = texts.get(number)
         if ends and text and all(_writes(both, text) for both in (side, source)):
-            expected = f"{text!r}, which the chat template writes, in eos_token_id, as in the source"
+            expected = f"eos_token_id with {text!r}, which the chat template writes, as in the source"
             hint, file = "take tokenizer_config.json and generation_config.json from the source", TOKENIZER_CONFIG
-            yield Issue(expected, f"ends at {_listed(ends)}", hint, file=side.root / file, severity="warning")
+            yield Issue(expected, f"eos_token_id {_listed(ends)}", hint, file=side.root / file, severity="warning")
 
 
 def _writes(side: SideFiles, text: str) -> bool:
@@ -271,7 +271,7 @@ def _disagreements(kind: str, by_file: Mapping[str, set[int]], side: SideFiles, 
     (odd, *more), most = groups[0], groups[-1]
     if len(most) < 2 or more:
         actual = ", ".join(f"{_listed(numbers)} in {file}" for file, numbers in by_file.items())
-        yield Issue(f"one {kind}_token_id in all files", actual, hint, file=root, severity=severity)
+        yield Issue(f"the same {kind}_token_id in all files", actual, hint, file=root, severity=severity)
         return
     usual = set().union(*(by_file[file] for file in most))
     texts = {number: text for text, number in side.ids.items()} if kind == "eos" else {}

@@ -35,7 +35,7 @@ def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
     chain = chain_of(subject)
     tally.compared(len(chain.versions))
     if chain.full:
-        tally.note(f"{chain.full.name} is a full checkpoint: older versions and the base were not checked")
+        tally.note(f"{chain.full.name} is a full checkpoint, so older versions and the base were not checked")
     yield from _issues(order_faults(chain))
 
 
@@ -54,7 +54,7 @@ def base_in(subject: Subject) -> HfCheckpoint | None:
     return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
 
 
-_needs_base = only_if(base_in, "no --source was given, and no version is full")
+_needs_base = only_if(base_in, "--source was not given, and no version is a full checkpoint")
 
 
 def _replay_issues(subject: Subject, tally: Tally, kind: Literal["broken", "spoiled"]) -> Iterator[Issue]:
@@ -63,7 +63,7 @@ def _replay_issues(subject: Subject, tally: Tally, kind: Literal["broken", "spoi
         raise NotApplicable("no version changes any tensor")
     tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
     for alike in by_key(((one.file, one.expected, one.hint), one) for one in getattr(replay, kind)).values():
-        more = f", and {len(alike) - 1} more tensors in the same way" if alike[1:] else ""
+        more = f"; {len(alike) - 1} more tensors have the same fault" if alike[1:] else ""
         names = [name for one in alike for name in one.names or ()]
         yield replace(alike[0], actual=f"{alike[0].actual}{more}", names=names, as_one=True)
 
@@ -137,12 +137,12 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
             changed = patch.apply(tensor)
         except DamagedError as error:
             actual = error.message.removeprefix(f"{patch.shard.path}: {name}: ")
-            expected = f"the change from version {patch.version.number - 1} to {patch.version.number}"
+            expected = f"a valid change from version {patch.version.number - 1} to {patch.version.number}"
             result.broken.append(Issue(expected, actual, error.hint or "", [name], patch.shard.path))
             break
         if not changed:
-            hint = "the version was published twice, or the base is newer than it declares: it has this change already"
-            result.broken.append(Issue("changed bytes", "it changes nothing", hint, [name], patch.shard.path))
+            hint = "pass the older base: this one has the change already; or remove a version that was published twice"
+            result.broken.append(Issue("a change of bytes", "no byte changes", hint, [name], patch.shard.path))
         if (after := count_not_finite(tensor, dtype)) > before:
             actual = f"{after - before} elements become NaN or infinite"
             result.spoiled.append(Issue("finite numbers", actual, names=[name], file=patch.shard.path))

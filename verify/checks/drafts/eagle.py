@@ -51,23 +51,24 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except UnsupportedError:
         raise
     except CkptkitError as error:
-        yield Issue("a draft model as its trainer saved it", error.message, error.hint or "")
+        yield Issue("a draft model with readable files", error.message, error.hint or "")
         return
     tally.compared(len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
-    yield Issue("stored, as its class requires it", "in no shard", names=lost)
+    yield Issue("stored, because the model's class requires it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
-    hint = "engines skip it or stop: rename it as in the class"
-    yield Issue("a tensor of its class", "an unexpected name", hint, names=unknown)
+    hint = "rename the tensor as in the class: engines skip an unknown name or stop"
+    yield Issue("a tensor of the draft model's class", "the class has no tensor of this name", hint, names=unknown)
     for name, spec in specs.items():
         if name in shapes and spec.shape != shapes[name]:
-            states = f": {draft.states} states of a target of width {draft.target_hidden}"
-            expected = f"{list(shapes[name])}, by {_CONFIG}{states * (name == FUSION and draft.version == 3)}"
-            yield Issue(expected, f"{list(spec.shape)}", names=[spec.name])
+            states = f" ({draft.states} hidden states of a target of width {draft.target_hidden})"
+            expected = f"shape {list(shapes[name])} by {_CONFIG}{states * (name == FUSION and draft.version == 3)}"
+            yield Issue(expected, f"shape {list(spec.shape)}", names=[spec.name])
     if has_random_head(draft, specs) and (known := quirk("sglang", "draft-head")) is not None:
-        actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: {known.message}"
-        hint = "remove draft_vocab_size from config.json, so that SGLang uses the target's, as vLLM does; or store it"
-        yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
+        actual = f"no output layer is stored, but draft_vocab_size is {draft.draft_vocabulary}: {known.message}"
+        hint = "store the output layer, or remove draft_vocab_size from config.json, so that SGLang uses the target's"
+        expected, severity = "the output layer that draft_vocab_size requires", warning_if(subject.not_for_sglang)
+        yield Issue(expected, actual, hint, file=_CONFIG, severity=severity)
     for expected, actual, hint in missing_biases(draft, specs):
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
     for engine, registry in registries().items():
@@ -81,14 +82,14 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     draft, specs = draft_model(subject), draft_specs(subject)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
-        raise NotApplicable("it has no tables: its tokens are those of the target")
+        raise NotApplicable("the draft model has no token tables, because its tokens are those of the target")
     read = draft_files(subject).read([*stored.values()])
     tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
     yield from _table_faults(draft, tables, stored)
     if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
-        actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
-        yield Issue("the tokens that it was trained on", actual, names=[stored[TOKENS]], severity="warning")
+        actual = f"all zero, so its tokens are the first {draft.draft_vocabulary} of the target"
+        yield Issue("d2t of the draft model's training", actual, names=[stored[TOKENS]], severity="warning")
 
 
 def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[str, str]) -> Iterator[Issue]:
@@ -97,25 +98,26 @@ def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[st
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        yield Issue(f"{draft.draft_vocabulary} tokens, by draft_vocab_size", f"{count} true", names=[stored[USED]])
+        yield Issue(f"true for draft_vocab_size = {draft.draft_vocabulary}", f"true for {count}", names=[stored[USED]])
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:
-        yield Issue("whole numbers", str(shift.dtype).removeprefix("torch."), names=[stored[TOKENS]])
+        yield Issue("an integer dtype", f"dtype {str(shift.dtype).removeprefix('torch.')}", names=[stored[TOKENS]])
         return
     shifts = shift.long()
     tokens = shifts + torch.arange(shifts.numel())
     outside, twice = _count_wrong(tokens, draft.vocabulary)
     if outside or twice:
-        hint = "" if any(_count_wrong(shifts, draft.vocabulary)) else "it holds token ids: subtract i from entry i"
-        expected = f"d2t[i] + i of 0 to {draft.vocabulary - 1}, each once"
+        is_ids = not any(_count_wrong(shifts, draft.vocabulary))
+        hint = "subtract i from entry i: the table contains token ids, not distances" * is_ids
+        expected = f"different tokens d2t[i] + i from 0 to {draft.vocabulary - 1}"
         yield Issue(expected, f"{outside} are outside, {twice} are repeated", hint, names=[stored[TOKENS]])
     elif used is not None:
         by_d2t = torch.zeros(draft.vocabulary, dtype=torch.bool)
         by_d2t[tokens] = True
         if odd := (by_d2t != used.bool()).nonzero().flatten().tolist():
-            actual = f"{len(odd)} differ, first token {odd[0]}"
-            yield Issue("true for the tokens of d2t only", actual, names=[stored[USED]])
+            actual = f"{len(odd)} entries are wrong, the first one is that of token {odd[0]}"
+            yield Issue("true for the tokens of d2t, false for others", actual, names=[stored[USED]])
 
 
 def _count_wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
@@ -134,7 +136,7 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
         if not own.endswith(".bias") and not bool(tensor.any()):
-            yield Issue("weights that are not zero", "zeros", names=[spec.name])
+            yield Issue("weights that are not zero", "all zero", names=[spec.name])
 
 
 @check("CK144", needs=("source",))
@@ -143,25 +145,26 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     draft, source = draft_model(subject), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
-        raise CannotCheck(f"{source} is a draft model: --source is the target; `ckptkit diff` compares draft models")
+        raise CannotCheck(f"--source {source} is a draft model: pass its target, or use `ckptkit diff`")
     target = target_of(config)
     tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
-        yield Issue(f"states of width {target.hidden}, the target's", f"{key} {draft.target_hidden}", file=_CONFIG)
+        yield Issue(f"{key} = {target.hidden}, as in the target", f"{key} = {draft.target_hidden}", file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
-        yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", file=_CONFIG)
+        wanted, given = (f"vocab_size = {one.vocabulary}" for one in (target, draft))
+        yield Issue(f"{wanted}, as in the target", given, file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)
     if positions < target.positions:
-        actual = f"{positions}: vLLM precomputes RoPE for these positions, and rejects almost all drafts after them"
-        hint = "write the target's; no weight depends on it"
-        expected = f"max_position_embeddings {target.positions}, as the target"
+        actual = f"{positions}: vLLM precomputes RoPE for no more, and rejects almost all drafts at later positions"
+        hint = "write the target's value, on which no weight depends"
+        expected = f"max_position_embeddings {target.positions}, as in the target"
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
     # SGLang 0.5.16 reads the outputs of all layers but the last; vLLM 0.26 reads inputs, and the last layer's output.
     last = target.layers - 2 if draft.reads_outputs else target.layers
     if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
-        expected, hint = f"layers 0 to {last} of the target's {target.layers}", "restore the list of its training"
-        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
+        expected = f"eagle_aux_hidden_state_layer_ids from 0 to {last}, as the target has {target.layers} layers"
+        yield Issue(expected, f"the list has {odd}", "restore the list of the training run", file=_CONFIG)
     spec = draft_specs(subject).get(EMBEDDING)
     if spec is None or draft.target_hidden != draft.hidden:
         return  # no copy of the target's embedding
@@ -172,5 +175,5 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(nbytes=spec.nbytes)
     copy, original = draft_files(subject).read([spec.name])[spec.name], base.read(names)[names[0]]
     if not same_bytes(copy.to(original.dtype), original):
-        hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"
-        yield Issue("the target's embedding", "other values", hint, names=[spec.name], severity="warning")
+        hint = "remove this copy from the draft model: SGLang uses the target's embedding, vLLM this one"
+        yield Issue("the target's values", "other values", hint, names=[spec.name], severity="warning")

@@ -91,7 +91,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
-        raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
+        raise CannotCheck("not run because config.json is a link without a target", "CK102")
     try:
         config_of(subject)
         tally.compared()
@@ -113,10 +113,10 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         severity = warning_if(not any(is_read(Path(name)) for name in links))
         actual, hint = format_links(links), fetch_again(files.root)
         file = next(iter(links)) if len(links) == 1 else ""
-        yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
+        yield Issue("links to existing files", actual, hint, file=file, severity=severity, count=len(links))
     require_weights(subject)
     if gone := [file for file in files.missing if file not in files.dangling]:
-        yield _for_files(gone, "the file that the index names", "missing", "copy or download it")
+        yield _for_files(gone, "the file that the index names", "missing", "copy or download the file")
     by_fault: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(len(shard.specs) or 1)
@@ -125,7 +125,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 by_fault[fault.expected, fault.actual].append(file)
         yield from _entries(shard)
         if not shard.faults and not files.specs:
-            by_fault["tensors", "none in its header"].append(file)
+            by_fault["a header with tensors", "the header has no tensor"].append(file)
     for (expected, actual), damaged in by_fault.items():
         yield _for_files(damaged, expected, actual)
 
@@ -138,7 +138,7 @@ def _entries(shard: Shard) -> Iterator[Issue]:
             kinds[fault.hint or "", re.sub(r"\d+", "#", fault.expected.partition(" for ")[0])].append(fault)
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
-        more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
+        more = f"; {len(faults) - 1} more entries of the header are wrong too" if faults[1:] else ""
         yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, as_one=True)
 
 
@@ -153,14 +153,14 @@ def _for_files(files: Sequence[str], expected: str, actual: str, hint: str = "")
 def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file in this directory."""
     if INDEX in subject.hf_files.dangling:
-        raise CannotCheck("not run because the index is a link that leads nowhere", "CK102")
+        raise CannotCheck("not run because the index is a link without a target", "CK102")
     refuse_other_format(subject.path)
     tally.compared()
     hint = ""
     if not (files := subject.hf_files).loader_files and files.index is None:
         # verl keeps config and tokenizer in huggingface/, next to the weights.
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
-        hint = other_weights(root) or "download its weights, as safetensors"
+        hint = other_weights(root) or "download the weights as safetensors"
     for issue in files.index_issues:
         yield replace(issue, hint=hint, file=INDEX)
 
@@ -171,11 +171,11 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = names_of(subject)
     expected = require_expected(subject)
     if (spelling := spelling_of(subject)) and not spelling.renamed_on_load:
-        raise CannotCheck(f"not run because the layers are stored under {spelling.found}*", "CK104")
+        raise CannotCheck(f"not run because names of layers begin with another prefix, {spelling.found}", "CK104")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:
-        raise CannotCheck("not run because no tensor has a name that config.json promises", "CK104")
+        raise CannotCheck("not run because no tensor has a name that the model of config.json expects", "CK104")
     tally.compared(known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
@@ -205,7 +205,7 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if not files.index:
-        raise CannotCheck("there is no usable index", "CK103")
+        raise CannotCheck("the index is missing or cannot be used", "CK103")
     if files.unknown:
         raise CannotCheck("not run because some shards cannot be read", "CK102")
     tally.compared(len(files.specs))
@@ -214,9 +214,9 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     total = sum(one.nbytes for one in (files.specs if files.duplicates else files.shards).values())
     if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
-        is_rows = ", which is the number of rows" if files.total_size == rows else ""
-        actual = "no total_size" if files.total_size is None else f"total_size {files.total_size}{is_rows}"
-        yield Issue(f"total_size {total}", actual, file=INDEX, severity="warning")
+        is_rows = ", which is the number of rows, not of bytes" if files.total_size == rows else ""
+        actual = "total_size is missing" if files.total_size is None else f"total_size = {files.total_size}{is_rows}"
+        yield Issue(f"total_size = {total}", actual, file=INDEX, severity="warning")
 
 
 @check("CK108", applies_to=only_hf)
@@ -224,7 +224,7 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The shards have the numbers 1 to N, or from 0, each once and with one N; and no shard was only renamed."""
     files = subject.hf_files
     if not files.loader_files:
-        raise CannotCheck("there are no shards", "CK103")
+        raise CannotCheck("the checkpoint has no shards", "CK103")
     tally.compared(len(files.loader_files))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.loader_files)):
@@ -239,27 +239,27 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found = {file: by_names.get(frozenset(homes[file])) for file in files.missing if file in homes}
     if renamed := [(file, other) for file, other in found.items() if other]:
         (missing, other), more = renamed[0], len(renamed) - 1
-        actual, hint = f"its tensors are in {other}, which the index does not name", f"rename {other} to {missing}"
-        hint += f", and {more} more in the same way" if more else ""
-        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
+        hint = f"rename {other} to {missing}" + (f", and {more} more files in the same way" if more else "")
+        actual = f"missing; its tensors are in {other}, which the index does not name"
+        yield Issue(f"the shard {missing}", actual, hint, file=missing, count=len(renamed))
 
 
 def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
     if len(totals) > 1:
-        actual = " and ".join(f"{len(numbers)} of {total}" for total, numbers in sorted(totals.items()))
-        hint = "files of two saves are mixed: keep those of one, with their index"
-        yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint)
+        actual = " and ".join(f"{len(numbers)} names with of-{total}" for total, numbers in sorted(totals.items()))
+        hint = "keep the files of one save with their index: files of two saves are mixed"
+        yield Issue(f"the same total in all names {stem}-*-of-*", actual, hint)
         return
     ((total, numbers),) = totals.items()
     # gpt-oss counts from 0 to N, slime from 0 to N - 1, other programs from 1 to N.
     if missing := set(range(1, total + (0 not in numbers))) - set(numbers):
-        hint = "copy or download it; if the release lacks it too, its index lists no tensor for it"
+        hint = "copy or download the shard; if the release lacks it too, no tensor is lost"
         yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint)
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
-        actual = f"number {ranges(strange)} of {total}" if strange else f"number {ranges(twice)} more than once"
-        yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save")
+        actual = f"number {ranges(strange)} is above {total}" if strange else f"number {ranges(twice)} is repeated"
+        yield Issue(f"different shard numbers up to {total}", actual, "keep the files of one save")
 
 
 @check("CK110")
@@ -270,17 +270,17 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
-            yield Issue("weights with every adapter merged", f"{file} is next to them", file=root / file)
+            yield Issue("merged weights without adapter files", f"{file} is next to the weights", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
-        adapter = f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base"
+        adapter = f"{_BELOW}/ contains an adapter, and verl's model merger does not merge it into the weights"
         command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
-        tally.note(f"{adapter}: {command} checks whether it is merged into these weights")
+        tally.note(f"{adapter}: check them with {command}")
     every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
     odd = [name for name in every if any(part in name for part in parts)] if any(map(text.__contains__, parts)) else []
-    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, as_one=True)
+    yield Issue("tensors of the model only", "a tensor of an unmerged adapter", names=odd, file=root, as_one=True)
 
 
 @check("CK107", explained_by=("CK203",))
@@ -304,13 +304,13 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected_dtype, file = f"{others}, as in the other layers", file_of_tensor(subject, odd[0])
             yield Issue(expected_dtype, specs[odd[0]].dtype, names=odd, file=file)
         if names[0] in expected.fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
-            hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
+            hint = "compare with the release: `ckptkit verify --source RELEASE` counts the lost values"
             yield Issue("float32", usual, hint, names=names, file=file_of_tensor(subject, names[0]), severity="warning")
         # A norm that Megatron stores less one is written in the next wider dtype, to lose nothing.
         upcast = usual == "float64" and names[0] in expected.upcast
         if names[0] in expected.indices:
             if usual not in _INDICES:
-                hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
+                hint = "take the table from the release: a float or a smaller integer dtype changes its numbers"
                 yield Issue("int64", usual, hint, names=names, file=file_of_tensor(subject, names[0]))
             continue
         if (

@@ -41,9 +41,9 @@ from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, la
 # All weights in Mistral's own format, which it publishes next to the shards with HF's names.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
 _EXPECTED = "only files that the index names"
-_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
-_AGAIN = "convert or download it again; loading leaves it random"
-_NAME_ITS_CLASS = "name the class of this value, reward or classification model in architectures"
+_DO_NOT_DELETE = "delete no file before `ckptkit diff` has compared them: one may be the only trained copy"
+_AGAIN = "convert or download the tensor again; without it the parameter stays random"
+_NAME_ITS_CLASS = "set architectures to the class of this value, reward or classification model"
 # Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
 _HEAD = re.compile(
     r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
@@ -96,7 +96,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
         floats = f"{len(undeclared)} weights are stored in 8-bit floats with scales"
-        should, actual = "quantization_config in config.json", f"missing, but {floats}: readers use codes as values"
+        should, actual = "quantization_config in config.json", f"missing, but {floats}: readers treat codes as values"
         hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
         yield Issue(should, actual, hint, names=undeclared, file="config.json", as_one=True)
     known |= in_second_format(subject)
@@ -125,21 +125,21 @@ def _verdict(
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
             hint = f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again"
-            return "no packed tensor, by config.json", "stored, and not packed by config.json", hint
+            return "no packed tensor, as config.json requires", "a packed tensor is stored", hint
         if CACHE_SCALE.fullmatch(name):
             return (
-                "no scale of a quantized cache, by config.json",
-                "stored, and config.json has no kv_cache_scheme",
-                "transformers and SGLang drop it: restore kv_cache_scheme in quantization_config, or remove the scales",
+                "kv_cache_scheme in config.json for the scales of a quantized cache",
+                "a scale is stored, but config.json has no kv_cache_scheme",
+                "restore kv_cache_scheme, or remove the scales: transformers and SGLang drop them",
             )
-        actual = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
-        hint = "restore the index: no file holds the tensors that it lists there"
-        return "only tensors that config.json promises", actual, why.why_unexpected(name) if why and stored else hint
+        actual = "stored, but unknown to the model of config.json" if stored else "in the index, but in no shard"
+        hint = "restore the index: it lists tensors that no file contains"
+        return "only tensors of the model of config.json", actual, why.why_unexpected(name) if why and stored else hint
     if not stored:
         lost = indexed and listed
         actual = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
         hint = why.why_missing(name) if why and not lost else _AGAIN
-        return "stored, as config.json promises" if promised else "stored", actual, hint
+        return "stored, because the model of config.json has it" if promised else "stored", actual, hint
     hint = "restore the index: a loader that follows it leaves this tensor random"
     return "listed in the index", "in a shard, but not in the index", hint
 
@@ -152,18 +152,19 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
     if spelling.renamed_on_load:
         user = "the multimodal class uses"
-        hint = "transformers and newer releases of vLLM rename them on loading, SGLang does not: take config.json "
-        hint += "of the multimodal release with its vision tower"
+        hint = "take config.json of the multimodal release with its vision tower (transformers and newer vLLM rename "
+        hint += "the tensors on loading, SGLang does not)"
     elif not family.towers(config):
-        user, hint = "a multimodal class uses", "take config.json of the multimodal release"
+        user, hint = "multimodal classes use", "take config.json of the multimodal release"
     elif spelling.found == "model.":
-        user, hint = "a language model's class uses", "take config.json of the language model"
+        user, hint = "classes of language models use", "take config.json of the language model"
     else:
         user = "transformers uses internally since 4.52"
-        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True"
+        hint = "save with save_original_format=True: SGLang loads only the names of the release"
     hint += f", or rename the tensors to {spelling.expected}* (and in the index)"
-    expected = f"{spelling.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
-    actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed_on_load)
+    expected = f"names {spelling.expected or 'layers.'}*, as {family.class_of(config)} of config.json uses"
+    severity = warning_if(spelling.renamed_on_load)
+    actual = f"{count} tensors have names {spelling.found}*, which {user}"
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 
@@ -209,10 +210,10 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
         fuller = [kind for kind, count in counts.items() if count > 1 and stored < kind]
         if counts[frozenset(stored)] == 1 and fuller:
             lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - stored)]
-            yield Issue("present in the other layers of this kind", "missing", names=lost)
+            yield Issue("stored, as in other layers of this kind", "missing", names=lost)
     for part, numbers in experts.items():
         lost = [f"experts.{expert}.{part}" for expert in sorted(set().union(*experts.values()) - numbers)]
-        yield Issue("present in the other experts", "missing", names=lost)
+        yield Issue("stored, as in other experts", "missing", names=lost)
 
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
@@ -224,29 +225,29 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         others = [file for file in homes if file != home]
         needed = [file for file in others if files.shards[file].specs.keys() - files.duplicates.keys()]
         if home is None:
-            hint = "let the index name one of them for all of these tensors, and write the other without them"
+            hint = "choose one file for these tensors in the index, and write the other without them"
         elif needed:
-            hint = f"write {needed[0]} again without these tensors: it has further ones"
+            hint = f"write {needed[0]} again without these tensors, since it has others too"
         else:
-            hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for these tensors"
-        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
+            hint = f"move {' and '.join(others)} elsewhere, and name {home} in the index for these tensors"
+        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither file'}"
         actual = f"{actual}; {_newest(files.root, [*homes])}"
         yield Issue("each tensor in one shard", actual, f"{hint}; {_DO_NOT_DELETE}", names=names, as_one=True)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
-            actual = "a second copy of the weights, under Mistral's own names"
-            hint = "readers of HF names ignore it, and it is not checked here; readers of Mistral's own format load it"
+            actual = "the file is a second copy of the weights in Mistral's own format"
+            hint = "check that it has the same weights: programs for Mistral's format load it, and this check does not"
             yield Issue(_EXPECTED, actual, hint, file=file, severity="warning")
         elif files.index is None or file == SINGLE:
             yield _orphan(files, file)
         else:
             stray.append(file)
     if stray:
-        them = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
-        actual = f"{them or 'the index names none of its'} tensors, and loaders follow it"
+        them = f"{stray[0]} and {len(stray) - 1} more files have" if stray[1:] else "the file has"
+        actual = f"{them} no tensor of the index, so loaders ignore them"
         actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
-        hint = f"restore the index if it belongs to this save, or move it elsewhere; {_DO_NOT_DELETE}"
+        hint = f"restore the index if these files belong to this save, or move them elsewhere; {_DO_NOT_DELETE}"
         yield Issue(_EXPECTED, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
 
 
@@ -260,11 +261,11 @@ def _orphan(files: HfFiles, file: str) -> Issue:
     if files.index is None:
         # SGLang leaves out a consolidated.safetensors if it is the only other file.
         reader = "vLLM" if file == "consolidated.safetensors" and len(files.orphans) == 1 else "SGLang"
-        actual = f"{reader} reads {file} too, transformers only {SINGLE}; {newest}"
-        expected, hint = f"only {SINGLE}, since there is no index", f"move one of them elsewhere; {_DO_NOT_DELETE}"
+        actual = f"{reader} reads {file} too, but transformers reads only {SINGLE}; {newest}"
+        expected, hint = f"only {SINGLE}, since there is no index", f"move one of the files elsewhere; {_DO_NOT_DELETE}"
         return Issue(expected, actual, hint, file=file)
-    actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
-    hint = f"move the unwanted one elsewhere ({SINGLE}, or the shards with their index); {_DO_NOT_DELETE}"
+    actual = f"transformers reads {SINGLE}, but SGLang reads the shards of {INDEX}; {newest}"
+    hint = f"move the unwanted set elsewhere ({SINGLE}, or the shards with their index); {_DO_NOT_DELETE}"
     return Issue("one set of weights", actual, hint, file=file)
 
 
@@ -281,9 +282,9 @@ def _has_tower(subject: Subject) -> None:
     try:
         config = raw_config_of(subject)
         if not family_of(config).towers(config):
-            raise NotApplicable("the class of config.json is a language model without a tower")
+            raise NotApplicable("the model of config.json has no vision tower")
     except CkptkitError:
-        raise NotApplicable("there is no usable config.json (CK101)") from None
+        raise NotApplicable("config.json is missing or cannot be used (CK101)") from None
 
 
 @check("CK730", applies_to=_has_tower)
@@ -293,8 +294,8 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     names = {**names_of(subject), **(subject.hf_files.index or {})}
     tally.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):
-        raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
-    expected = f"stored, since SGLang, vLLM and transformers build it for {family_of(config).class_of(config)}"
+        raise CannotCheck(f"not run because names of the tower begin with {spelling.towers[0]}", "CK104")
+    expected = f"stored, because SGLang, vLLM and transformers build it for {family_of(config).class_of(config)}"
     yield Issue(expected, "in no shard", names=lost_towers(config, names))
 
 
@@ -341,38 +342,38 @@ class Mismatch:
         """The hint for a tensor that config.json does not promise."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if _HEAD.fullmatch(name):
-            return f"{self._class} has no such head: {_NAME_ITS_CLASS}, or save only its language model"
+            return f"{self._class} has no such head: {_NAME_ITS_CLASS}, or save only the language model"
         if _TOWER.match(name):
-            return f"{self._class} has no such part: take config.json of the multimodal release, or leave these out"
+            return f"{self._class} has no tower: take config.json of the multimodal release, or remove these tensors"
         if self._is_mtp(name):
-            return f"{self._stated(*_MTP_KEYS)}: set the number of multi-token prediction layers that are stored"
+            return f"{self._stated(*_MTP_KEYS)}: set it to the number of stored multi-token prediction layers"
         if layer is not None and layer >= dims.layers:
-            return f"{self._stated('num_hidden_layers')}, and layer {max(self._layers)} is stored: restore config.json"
+            return f"{self._stated('num_hidden_layers')}, but layer {max(self._layers)} is stored: restore config.json"
         if expert and int(expert[1]) >= dims.experts > 0:
-            return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
+            return f"{self._stated(*_EXPERT_KEYS)}, but {self._experts} experts are stored: restore config.json"
         if layer is not None and ".mlp." in name and dims.experts:
             kind = "a dense layer" if layer in dims.dense else "a layer with experts"
-            return f"config.json makes this layer {kind}: {self._stated(*_KIND_KEYS)}; compare with the release"
+            return f"compare config.json with the release: it makes this layer {kind} ({self._stated(*_KIND_KEYS)})"
         if name.endswith("bias"):
             keys = [key for key in language_part(self.config) if "bias" in key] or ["attention_bias"]
-            return f"{self._class} has no such bias by config.json: {self._stated(*keys)}; compare with the release"
-        return f"{self._class} has no tensor of this name: compare it, model_type and architectures with the release"
+            return f"compare config.json with the release: {self._class} has no such bias ({self._stated(*keys)})"
+        return f"compare the name, model_type and architectures with the release: {self._class} has no such tensor"
 
     def why_missing(self, name: str) -> str:
         """The hint for a tensor that config.json promises and no file has."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if name.endswith(_OUTPUT) and layer is None:
             if (head := next((name for name in self.names if _HEAD.fullmatch(name)), None)) is not None:
-                return f"{head} is stored instead: {_NAME_ITS_CLASS}, which has {self._class}"
-            fix = "set it to true if the output layer is the embedding, else convert or download the tensor again"
+                return f"{_NAME_ITS_CLASS}: {head} is stored instead, but architectures is {self._class}"
+            fix = "set it to true if the output layer is the embedding; else convert or download the tensor again"
             return f"{self._stated('tie_word_embeddings')}: {fix}"
         numbered = MTP_LAYER.match(name) is not None or (layer is not None and layer >= dims.layers)
         if numbered and not any(map(self._is_mtp, self.names)):
-            return f"{self._stated(*_MTP_KEYS)}, and no such layer is stored: set it to 0, or {_AGAIN}"
+            return f"{self._stated(*_MTP_KEYS)}, but no such layer is stored: set it to 0, or {_AGAIN}"
         if layer is not None and not numbered and layer > max(self._layers, default=-1):
             stored = max(self._layers, default=-1) + 1
-            fix = "convert or download the others again, or restore config.json"
-            return f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: {fix}"
+            fix = "convert or download the other layers again, or restore config.json"
+            return f"{self._stated('num_hidden_layers')}, but {stored} layers are stored: {fix}"
         if expert and int(expert[1]) >= self._experts > 0:
-            return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
+            return f"{self._stated(*_EXPERT_KEYS)}, but {self._experts} experts are stored: restore config.json"
         return _AGAIN

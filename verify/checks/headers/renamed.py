@@ -12,11 +12,11 @@ from ckptkit.verify.core.check import Subject, once
 from ckptkit.verify.evidence.expected import expected_of, spelling_of
 from ckptkit.verify.evidence.folding import by_key
 
-_SAVED = "save it again, from"
+_SAVED = "save again from"
 # Parts that wrappers add to names, and the hint for each.
 _WRAPPERS: Mapping[str, str] = {
     "module": f"{_SAVED} inside DataParallel, DistributedDataParallel or DeepSpeed (`model.module`)",
-    "_orig_mod": f"{_SAVED} the model that torch.compile was given (`model._orig_mod`)",
+    "_orig_mod": f"{_SAVED} the model inside torch.compile (`model._orig_mod`)",
     "_fsdp_wrapped_module": f"{_SAVED} FSDP's full state dict (torch.distributed.checkpoint.state_dict)",
     "_checkpoint_wrapped_module": f"{_SAVED} the model without its activation checkpointing",
     "base_model": f"{_SAVED} the result of merge_and_unload() of peft",
@@ -90,7 +90,7 @@ def _wrapped(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
     for wrapper in _ANYWHERE:
         inside = {name for name in odd if wrapper in name.split(".")}
         right = _fix(inside, modules, lambda module, own=wrapper: ".".join(p for p in module.split(".") if p != own))  # type: ignore[misc]
-        yield _Found(f"`{wrapper}.` is part of their names", _WRAPPERS[wrapper], right, inside.__contains__)
+        yield _Found(f"the names contain `{wrapper}.`", _WRAPPERS[wrapper], right, inside.__contains__)
 
 
 def _extra(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
@@ -99,9 +99,9 @@ def _extra(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
     splits = ([(".".join(path[:at]), ".".join(path[at:])) for at in range(1, len(path))] for path in paths)
     if head := _most_common(next((head for head, tail in split if tail in modules), "") for split in splits):
         prefix = f"{head}."
-        hint = _WRAPPERS.get(head.partition(".")[0], "save it again from the model itself, or remove the prefix")
+        hint = _WRAPPERS.get(head.partition(".")[0], "save the model itself again, or remove the prefix")
         right = _fix(odd, modules, lambda module: module.removeprefix(prefix))
-        yield _Found(f"an extra prefix `{prefix}`", hint, right, lambda name: name.startswith(prefix))
+        yield _Found(f"the names have an extra prefix `{prefix}`", hint, right, lambda name: name.startswith(prefix))
 
 
 def _missing(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
@@ -109,17 +109,17 @@ def _missing(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
     heads = by_key((tail, head) for head, _, tail in (module.partition(".") for module in modules))
     if prefix := _most_common(heads[_module(name)][0] for name in odd if len(heads.get(_module(name), ())) == 1):
         right = _fix(odd, modules, lambda module: f"{prefix}.{module}")
-        hint = "the inner model was saved: save the complete one (...ForCausalLM), with its output layer"
+        hint = "save the complete model (...ForCausalLM) with its output layer: only the inner model was saved"
         firsts = {name.partition(".")[0] for name in right}
-        yield _Found(f"the prefix `{prefix}.` is missing", hint, right, lambda name: name.partition(".")[0] in firsts)
+        yield _Found(f"the names lack `{prefix}.`", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
 def _repeated(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
     """A part that is repeated."""
     if right := _fix(odd, modules, lambda module: ".".join(part for part, _ in groupby(module.split(".")))):
         part = next(one for one, other in pairwise(min(right, key=len).split(".")) if one == other)
-        hint, repeated = "save it again from the model itself, or remove the repeated parts", f".{part}.{part}."
-        yield _Found(f"`{part}.` is repeated inside their names", hint, right, lambda name: repeated in f".{name}")
+        hint, repeated = "save the model itself again, or remove the repeated parts", f".{part}.{part}."
+        yield _Found(f"the names repeat the part `{part}.`", hint, right, lambda name: repeated in f".{name}")
 
 
 def _most_common(heads: Iterable[str]) -> str:

@@ -42,10 +42,10 @@ _LINEAR = re.compile(
 _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 _LAYOUTS = {
     "layers stacked": r"decoder\.layers\.(?!\d+\.).+",
-    "one key a layer": r"decoder\.layers\.\d+\..+",
+    "one key per layer": r"decoder\.layers\.\d+\..+",
     # megatron-core's `singleton_local_shards`
-    "one key an expert, gate and up apart": r".+\.linear_fc1\.(?:weight|bias)_[wv]|.+\.experts\.experts\.\d+\..+",
-    "experts, gate and up together": r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+",
+    "one key per expert, gate and up separate": r".+\.linear_fc1\.(?:weight|bias)_[wv]|.+\.experts\.experts\.\d+\..+",
+    "experts joined, gate and up joined": r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+",
 }
 
 only_megatron = only_if(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
@@ -58,12 +58,12 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         weights = files.weights
     except CkptkitError as error:
-        yield Issue("a tracker that names a directory", error.message, error.hint or "", file=TRACKER)
+        yield Issue("a tracker that names an existing directory", error.message, error.hint or "", file=TRACKER)
         return
     tally.compared()
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
-        hint = "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
+        hint = "export to HF and convert the result: Megatron loads this format only at equal sizes, verify not at all"
         yield Issue("a torch_dist checkpoint", actual, hint, file=weights, severity="warning")
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist
@@ -82,18 +82,18 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         name, refusal = foreign
         # Megatron executes pickles; other names may be classes of the trainer.
         severity = warning_if(name.partition(".")[0] not in _RUN)
-        expected = "pickles with names that Megatron and torch write"
+        expected = "pickles with only the names that Megatron and torch write"
         yield Issue(expected, refusal.message, refusal.hint or "", file=weights, severity=severity)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
-        hint, actual = "give the directory that holds the model, or save it again", f"none, only {inside}"
-        yield Issue("the weights of a model", actual if inside else "none", hint, file=weights / ".metadata")
+        hint, only = "pass the directory of the model, or save it again", f", only {inside}" if inside else ""
+        yield Issue("the weights of a model", f"no weights{only}", hint, file=weights / ".metadata")
     common = files.opened.common
     if state := describe_state(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
     match, iteration = re.fullmatch(r"iter_(\d+)", weights.name), common.get("iteration")
     if match and type(iteration) is int and iteration != int(match[1]):
-        hint = "Megatron finds it under one number and resumes at the other: restore the directory's name"
+        hint = "restore the directory's name: Megatron finds it by that number, but resumes at the stored one"
         expected, actual = f"iteration {int(match[1])}, as in the directory's name", f"{iteration} in the common state"
         yield Issue(expected, f"iteration {actual}", hint, file=weights, severity="warning")
 
@@ -109,7 +109,7 @@ def _backend_issues(file: Path) -> Iterator[Issue]:
     for key, expected in _BACKEND.items():
         actual = content.get(key)
         if actual != expected and (key == "sharded_backend" or actual is not None):
-            yield Issue(f"{key} {expected}", f"{actual!r}", "save it with --ckpt-format torch_dist", file=file)
+            yield Issue(f"{key} = {expected!r}", f"{key} = {actual!r}", "save with --ckpt-format torch_dist", file=file)
 
 
 @check("CK112", gate=True, applies_to=only_megatron)
@@ -118,7 +118,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_metadata(subject)
     files = subject.megatron_files
     if not files.blobs:
-        raise CannotCheck("not run because .metadata names no bytes", "CK111")
+        raise CannotCheck("not run because .metadata lists no entries", "CK111")
     gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
         tally.compared(len(stored))
@@ -129,13 +129,13 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if gone:
         keys = [key for missing in gone.values() for key in missing]
         first, more = next(iter(gone)), len(gone) - 1
-        missing = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
-        actual, where = f"{missing}, with {len(keys)} entries", files.weights if more else first
+        missing = f"{_short(first)} and {more} more files are missing" if more else f"{_short(first)} is missing"
+        actual, where = f"{missing}, with {len(keys)} stored entries", files.weights if more else first
         yield Issue("every file that .metadata names", actual, names=keys, as_one=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
-            hint = "it is of another save, or of one without its .metadata yet: move it elsewhere"
-            actual = ".metadata names none of its bytes"
+            hint = "move the file elsewhere: it belongs to another save, or to a save that did not finish"
+            actual = ".metadata does not name this file"
             yield Issue("only files that .metadata names", actual, hint, file=path, severity="warning")
 
 
@@ -148,8 +148,8 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
     size, needed = path.stat().st_size, max(offset + length for offset, length in stored)
     if size < needed:
         beyond = [key for (offset, length), keys in stored.items() if offset + length > size for key in keys]
-        actual = f"{_short(path)} is cut off: {size} of {needed} bytes; {len(beyond)} entries are beyond its end"
-        hint = "copy it again, with the .metadata of the same save"
+        actual = f"{_short(path)} is truncated: {size} of {needed} bytes; {len(beyond)} entries are beyond its end"
+        hint = "copy the file again, with the .metadata of the same save"
         yield Issue(f"at least {needed} bytes", actual, hint, names=beyond, as_one=True, file=path)
     end, before, shared = 0, "", {}
     for (offset, length), keys in stored.items():
@@ -157,7 +157,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
             shared[keys[0]] = f"{keys[0]} starts at byte {offset}, inside {before}, which ends at {end}"
         end, before = max(end, offset + length), keys[0]
     if shared:
-        more = f"; and {len(shared) - 1} more in the same way" if len(shared) > 1 else ""
+        more = f"; {len(shared) - 1} more entries overlap" if len(shared) > 1 else ""
         actual = next(iter(shared.values())) + more
         yield Issue("a separate byte range for each entry", actual, names=shared, as_one=True, file=path)
 
@@ -181,7 +181,7 @@ def only_torch_dist(subject: Subject) -> None:
     only_megatron(subject)
     with suppress(CkptkitError):  # CK111 reports that it cannot be read
         if subject.megatron_files.metadata.layout in OF_FSDP:
-            raise NotApplicable("Megatron-LM uses other names for modules and their extra states under FSDP")
+            raise NotApplicable("with FSDP, Megatron-LM uses other names for modules and their extra states")
 
 
 def _weights(subject: Subject) -> list[str]:
@@ -196,7 +196,7 @@ def _common(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         subject.megatron_files.args  # noqa: B018 - a cached property that raises
         common = subject.megatron_files.opened.common
     except CkptkitError as error:
-        raise CannotCheck("there is no readable common state", "CK111") from error
+        raise CannotCheck("common.pt cannot be read", "CK111") from error
     args = common.get("args")
     return common, vars(args) if hasattr(args, "__dict__") else {}
 
@@ -207,12 +207,12 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     _weights(subject)
     _, args = _common(subject)
     if not args:
-        raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
+        raise CannotCheck("common.pt has no training arguments, which Megatron accepts", "CK111")
     specs = subject.megatron_files.opened.specs
     tally.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"
     for argument, expected, actual, tensors in _against_args(args, specs):
-        yield Issue(f"{argument}: {expected}", actual, names=tensors or None, as_one=True, file=where)
+        yield Issue(f"{expected}, by {argument}", actual, names=tensors or None, as_one=True, file=where)
 
 
 def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -230,12 +230,12 @@ def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
     if "untie_embeddings_and_output_weights" in args:
         untied, stored = bool(args["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
         if untied != stored:
-            expected, name = f"{untied}, so {'an' if untied else 'no'} output layer", "output_layer.weight"
+            expected, name = f"{'an' if untied else 'no'} output layer", "output_layer.weight"
             yield "untie_embeddings_and_output_weights", expected, f"{name} is {'not ' * untied}stored", [name]
     vocab = args.get("vocab_size")
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
-            yield "vocab_size", f"{vocab}, so at least that number of rows", f"{specs[name].shape[0]} rows", [name]
+            yield "vocab_size", f"at least {vocab} rows", f"{specs[name].shape[0]} rows", [name]
 
 
 def _numbers(
@@ -245,10 +245,10 @@ def _numbers(
     if argument not in args or type(args[argument] or 0) is not int:
         return
     promised = set(range(args[argument] or 0))
-    for odd, how in ((promised - stored, "not stored"), (stored - promised, "also stored")):
+    for odd, how in ((promised - stored, "not stored"), (stored - promised, "stored too")):
         if odd:
             names = [template.format(number) for template in templates for number in sorted(odd)]
-            yield argument, f"{len(promised)} {what}", f"{ranges(odd)} {how}" if stored else "none stored", names
+            yield argument, f"{len(promised)} {what}", f"{ranges(odd)} is {how}" if stored else "none is stored", names
 
 
 @check("CK115", applies_to=only_torch_dist)
@@ -276,17 +276,17 @@ def _layout_faults(
 ) -> Iterator[tuple[str, str]]:
     stacked, layered, apart, joined = (bool(keys) for keys in by_layout.values())
     singleton, layers = content.get("singleton_local_shards"), content.get("non_homogeneous_layers")
-    source = "by content_metadata (singleton_local_shards)"
+    source, of_layers = (f"by content_metadata ({key})" for key in ("singleton_local_shards", "non_homogeneous_layers"))
     if stacked and layered:
-        yield "all layers stacked, or one key each", "layers stacked"
+        yield "either layers stacked or one key per layer, not both", "layers stacked"
     elif layers is True and stacked:
-        yield "one key a layer, by content_metadata (non_homogeneous_layers)", "layers stacked"
+        yield f"one key per layer, {of_layers}", "layers stacked"
     elif layers is False and layered and not uneven and not singleton:
-        yield "layers stacked, by content_metadata (non_homogeneous_layers)", "one key a layer"
+        yield f"layers stacked, {of_layers}", "one key per layer"
     if singleton is False and apart:
-        yield f"no key of a single expert, {source}", "one key an expert, gate and up apart"
+        yield f"experts joined, {source}", "one key per expert, gate and up separate"
     if singleton is True and joined:
-        yield f"gate and up apart, {source}", "experts, gate and up together"
+        yield f"one key per expert, gate and up separate, {source}", "experts joined, gate and up joined"
 
 
 @check("CK116", applies_to=only_torch_dist)
@@ -297,15 +297,16 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for match in filter(None, map(_SHARD.fullmatch, subject.megatron_files.metadata.objects)):
         shards[match[1]][match[3]].add(match[2])
     if not modules:
-        raise NotApplicable("there is no linear layer to have one")
+        raise NotApplicable("the checkpoint has no linear layer with an _extra_state")
     tally.compared(len(modules))
     where = subject.megatron_files.weights / ".metadata"
     lost = [f"{module}._extra_state" for module in modules if module not in shards]
-    yield Issue("an _extra_state object", "none", names=lost, file=where)
+    yield Issue("an _extra_state object for each linear layer", "missing", names=lost, file=where)
     for module, totals in shards.items():
         for total, indices in totals.items():
             if (count := math.prod(map(int, total.split(".")))) != len(indices):
-                yield Issue(f"{count} shards of it", f"{len(indices)}", names=[f"{module}._extra_state"], file=where)
+                names = [f"{module}._extra_state"]
+                yield Issue(f"{count} shards of the object", f"{len(indices)} shards", names=names, file=where)
 
 
 @check("CK117", applies_to=only_megatron)
@@ -324,6 +325,6 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for path, entries in files.blobs.items():
         end = max(offset + length for offset, length in entries)
         if path.exists() and path.stat().st_size > end:
-            actual = f"{path.stat().st_size} bytes: {path.stat().st_size - end} after its last entry"
-            hint = "these bytes are never read: save or convert again into an empty directory"
-            yield Issue(f"{end} bytes", actual, hint, file=path, severity="warning")
+            actual = f"{path.stat().st_size} bytes, of which {path.stat().st_size - end} are after the last entry"
+            hint = "save or convert again into an empty directory: the last bytes are never read"
+            yield Issue(f"{end} bytes, where the last entry ends", actual, hint, file=path, severity="warning")

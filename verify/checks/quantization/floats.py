@@ -25,7 +25,7 @@ from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, 
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 from ckptkit.verify.quirks import quirk
 
-_AGAIN = "quantize again from the release, or copy the file again if the release is sound"
+_AGAIN = "quantize again from the release, or copy the file again if it is an intact release"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
 _FEW = 200  # one in this many groups of NVFP4 may be too small for a scale
 _APART = 1e3  # the largest ratio of a layer's activation scales
@@ -44,7 +44,7 @@ def format_name(stored: StoredWeight) -> str:
 def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Weights of `forbidden` modules, by name with a description, that are stored in floats of 8 or 4 bits."""
     floats, weights = stored_floats_of(subject)
-    hint = "take it in BF16 from the release; no engine has a quantized one"
+    hint = "take the weight in BF16 from the release: no engine has a quantized one"
     for stored in weights:
         tally.compared()
         module = stored.name.removesuffix(".weight")
@@ -68,44 +68,44 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         # Another format than config.json declares for this module, if it declares several.
         layout = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
         if layout is not None and layout.words != stored.layout.words:
-            hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
-            expected = f"{layout.words}, by config.json for this module"
+            hint = f"{_AGAIN}: engines build the format of config.json and load these codes into it"
+            expected = f"{layout.words}, as config.json declares for this module"
             yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
     yield from _missing_inputs(weights, listed)
     if config_or_none(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in used]
-        yield Issue("a quantized weight next to its scale", "no such weight", _AGAIN, names=orphans)
+        yield Issue("a scale with its quantized weight", "the weight is missing", _AGAIN, names=orphans)
     endings, excluded = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
     odd = [name for name, spec in specs.items() if spec.dtype not in _PLAIN and not name.endswith(endings)]
     odd = [name for name in odd if name not in used]
-    hint = "config.json belongs to other weights, or declares another format: restore it"
+    hint = "restore config.json: it belongs to other weights or declares another format"
     for name in odd:
         if name.removesuffix(".weight") not in excluded:
-            yield Issue(f"codes or scales of {floats.words}", specs[name].dtype, hint, names=[name])
-    hint = "readers treat the listed weights as BF16, their codes as values: store them in BF16, or declare the format"
+            yield Issue(f"a dtype of {floats.words}", specs[name].dtype, hint, names=[name])
+    hint = "store these weights in BF16, or remove them from the list: readers treat their codes as values"
     by_dtype = by_key((specs[name].dtype, name) for name in odd if name.removesuffix(".weight") in excluded)
     for dtype, names in by_dtype.items():
-        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, as_one=True)
+        yield Issue("BF16, as config.json lists them as unquantized", dtype, hint, names=names, as_one=True)
 
 
 def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:
     specs, codes = subject.hf_files.specs, [stored.codes.name]
     if stored.shape is None:
-        yield Issue("codes of a matrix", str(list(stored.codes.shape)), _AGAIN, names=codes)
+        yield Issue("codes with two or more axes", f"shape {list(stored.codes.shape)}", _AGAIN, names=codes)
         return
-    silent = "engines do not notice: SGLang and vLLM multiply by uninitialized memory, or by 1.0"
+    silent = "SGLang and vLLM silently multiply by uninitialized memory, or by 1.0"
     for name, what in ((stored.scale, "a scale"), (stored.second, "the tensor's scale")):
         if name is None:
             continue
         if name not in specs:
             if name not in listed:
                 actual = f"{format_name(stored)} weights without {what}"
-                yield Issue(f"{name.rpartition('.')[2]} next to it", actual, f"{_AGAIN}; {silent}", names=codes)
+                yield Issue(f"a {name.rpartition('.')[2]}", actual, f"{_AGAIN}; {silent}", names=codes)
             continue
         spec, expected, hint = specs[name], None, _AGAIN
         if name == stored.scale:
             if (shape := wrong_scale(stored, specs)) is not None:
-                expected, hint = f"{shape}, by {stored.layout.words}", _scale_hint(stored, spec, stored.shape)
+                expected, hint = f"{shape}, as in {stored.layout.words}", _scale_hint(stored, spec, stored.shape)
         elif spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
             expected = "[] float32"
         if expected is not None:
@@ -117,10 +117,10 @@ def _scale_hint(stored: StoredWeight, scale: TensorSpec, shape: tuple[int, ...])
     layout = stored.layout
     if layout.number == E4M3 and scale.dtype == "uint8":
         restore = "restore scale_fmt or quant_method from the release"
-        return f"config.json does not declare these as exponents, so engines read the byte 119 as 119.0: {restore}"
+        return f"{restore}: without it engines read exponents as numbers, such as the byte 119 as 119.0"
     if layout.number != E4M3 and scale.shape == layout.grid((*shape[:-1], shape[-1] // 2)):
-        return f"this is the shape for the packed bytes, not the weights: {_AGAIN}"
-    return f"config.json has another block or group size than the weights, or the shard is stale: {_AGAIN}"
+        return f"{_AGAIN}: this shape fits the packed bytes, not the weights"
+    return f"{_AGAIN}: the block or group size of config.json is not that of the weights, or the shard is old"
 
 
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
@@ -129,13 +129,13 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
         return
-    some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
+    some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "all lack it"
     unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
-    hint = f"{' and '.join(unset)} then read uninitialized memory: {_AGAIN}" if unset else _AGAIN
+    hint = f"{_AGAIN}: without it {' and '.join(unset)} read uninitialized memory" if unset else _AGAIN
     if format_name(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
-        hint += "; to quantize weights only, declare quant_algo W4A16_NVFP4, or no activations in compressed-tensors"
-    expected = f"{lacking[0].inputs[0].rpartition('.')[2]} with every weight of a format that quantizes activations"
+        hint += "; if only weights are quantized, declare quant_algo W4A16_NVFP4, or no input_activations"
+    expected = f"{lacking[0].inputs[0].rpartition('.')[2]} for every weight, since activations are quantized too"
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 
@@ -153,18 +153,18 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _wrong_scales(one: FloatScales, is_ue8m0: bool) -> Iterator[Issue]:
     stored, names = one.stored, [one.stored.scale]
     if one.not_finite:
-        yield Issue("finite scales", f"NaN or infinity: {one.not_finite} of {one.values}", names=names)
+        yield Issue("finite scales", f"{one.not_finite} of {one.values} are NaN or infinity", names=names)
     elif one.above:
-        limit = f"powers of two of at most 2^{stored.layout.max_exponent - 127}"
-        yield Issue(limit, f"{one.above} of {one.values} are larger, and make weights infinite in BF16", names=names)
+        limit = f"scales of at most 2^{stored.layout.max_exponent - 127}"
+        yield Issue(limit, f"{one.above} of {one.values} are larger and make weights infinite in BF16", names=names)
     elif one.negative:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
     elif one.zero_scale_blocks and (stored.layout.second == "" or one.zero_scale_blocks * _FEW > one.values):
-        actual = f"zero for {one.zero_scale_blocks} blocks with codes that are not zero"
+        actual = f"scales are zero for {one.zero_scale_blocks} blocks whose codes are not"
         yield Issue("scales above zero", actual, names=names)
     elif is_ue8m0 and one.unrounded and not stored.layout.second:
-        actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
-        yield Issue("powers of two, by scale_fmt ue8m0 in config.json", actual, names=names)
+        actual = f"{one.unrounded} of {one.values} are not powers of two, but SGLang rounds activations as if they were"
+        yield Issue("powers of two, since config.json has scale_fmt ue8m0", actual, names=names)
     single = {} if stored.second is None or one.second is None else {stored.second: one.second}
     for name, value in (single | one.inputs).items():
         if not (math.isfinite(value) and value > 0):
@@ -180,14 +180,14 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
         if math.isfinite(value) and value > 0 and one.stored.layout.needs_input
     }
     if values and set(values.values()) == {1.0}:
-        hint = "engines clip activations by them: calibrate, or serve with a kernel that quantizes only weights"
-        yield Issue("measured scales of activations", "1.0 everywhere", hint, names=values, severity="warning")
+        hint = "calibrate, or serve with a kernel that quantizes only weights: engines clip activations by these scales"
+        yield Issue("calibrated activation scales", "all are 1.0", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
         if high > low * _APART and len(names) > 1:
             expected = f"activation scales of one kind within a factor of {_APART:g}"
-            hint = "calibrate again with more samples: experts that saw none keep their initial scale"
+            hint = "calibrate again with more samples: experts without samples keep their initial scale"
             yield Issue(expected, f"from {low:.3g} to {high:.3g}", hint, names=names, severity="warning")
 
 
@@ -200,8 +200,8 @@ def _repeated_scales(subject: Subject) -> Iterator[Issue]:
         first, *others = (subject.checkpoint.read([name])[name] for name in names)
         if not all(same_bytes(first, other) for other in others):  # CK206 judges equal codes
             names = [one.stored.scale for one in several]
-            actual = f"the same {several[0].values} scales with other codes"
-            yield Issue("different scales for each weight", actual, names=names, as_one=True)
+            actual = f"the weights have equal scales (all {several[0].values}), but different codes"
+            yield Issue("different scales for different weights", actual, names=names, as_one=True)
 
 
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
@@ -218,7 +218,7 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
         found = {formats[module] for module in modules}
         tally.compared(len(modules))
         usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
-        expected = f"{usual or 'unquantized'}, as the other projections of the fused layer"
+        expected = f"{usual or 'unquantized'}, like the other projections of the fused layer"
         for module in modules:
             if formats[module] != usual:
                 yield Issue(expected, formats[module] or "unquantized", names=[f"{module}.weight"])
@@ -238,8 +238,8 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
             worst = max(worst, max(sizes) / min(sizes))
-    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM uses the first or the largest for all"
-    hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
+    actual = f"the scales differ by up to {worst:.3g} times; vLLM uses the first or the largest for all"
+    hint = "quantize again with a tool that gives q, k and v one scale, and gate and up one"
     yield Issue("equal global scales for q, k and v, and for gate and up", actual, hint, names=wrong)
 
 
@@ -254,15 +254,15 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         usual, _ = open_subject(subject.path)
     except CkptkitError as error:
-        raise CannotCheck(f"no decision for these lists of unquantized modules: {error.message}") from error
+        raise CannotCheck(f"the lists of unquantized modules could not be checked: {error.message}") from error
     try:
         found = open_subject(subject.path, readers)[0] if readers else usual
     except CkptkitError as error:
         raise CannotCheck(error.message, "CK302") from error
     if not found.matrices:
-        raise CannotCheck("which modules of this model are Linear layers is not known here", "CK302")
+        raise CannotCheck("ckptkit does not know which modules of this model are Linear layers", "CK302")
     tally.compared(len(found.matrices))
-    expected = "lists by which every reader finds the stored formats"
+    expected = "a list of unquantized modules that every reader matches to the stored formats"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     floats, in_floats = stored_floats_of(subject)
@@ -273,10 +273,10 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if stored and all(spec.dtype in COMPUTED for spec in stored):
             # A job that sends quantized weights replaces them.
             severity = warning_if(subject.updated is not False)
-            hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
-            actual = f"all {len(stored)} such weights are stored as plain numbers, without scales"
-            hint += ", or quantize"
-            yield Issue(f"{floats.words}, by config.json", actual, hint, file=where, severity=severity)
+            hint = "remove quantization_config from config.json, or quantize: engines cast these numbers to codes"
+            actual = f"all {len(stored)} of these weights are unquantized and have no scales"
+            expected = f"{floats.words}, as config.json declares"
+            yield Issue(expected, actual, hint, file=where, severity=severity)
         return
     for refusal in found.find_refusals():
         is_certain = refuses_own_format(refusal.readers, subject.readers)

@@ -50,7 +50,7 @@ _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 # The scales of a cache, as named in compressed-tensors, ModelOpt and AutoFP8.
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
 _ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
-_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_HINT = "calibrate again, or remove both the scales and kv_cache_scheme"
 _SILENT = "transformers computes with uninitialized memory"
 
 
@@ -116,7 +116,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
-        hint = f"quantize again with '{entry_for(names[0])}' in ignore, which all readers understand"
+        hint = f"quantize again with '{entry_for(names[0])}' in ignore, an entry that all readers understand"
         packed = [name + PACKED for name in names]
         yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
@@ -135,7 +135,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packed experts that transformers, as a reader, cannot load. Those that only other readers misread are a warning.
     """
     if renamed_of(subject) is not None:
-        raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
+        raise CannotCheck("not run because the tensors have other names than the model of config.json", "CK104")
     config, specs = config_of(subject), subject.checkpoint.specs
     announced = stored_floats_of(subject)[0] is not None and not any(packed_in(specs))
     if announced or (floats.stores_floats(subject) and not packs_integers(subject)):
@@ -150,37 +150,38 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         try:
             format_of(config)
         except CkptkitError as error:
-            raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+            raise CannotCheck(f"this quantization_config could not be checked: {error.message}") from error
         # Releases in FP8 and MXFP4 pack nothing.
-        raise NotApplicable(f"nothing is packed, and quantization_config is not checked here: {issue.actual}")
+        raise NotApplicable(f"no weight is packed, and this check is about packed weights: {issue.actual}")
     yield from refused_parts(config, subject.readers, subject.engine)
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
-        raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+        raise CannotCheck(f"this quantization_config could not be checked: {error.message}") from error
     tally.compared(found.looked_at - len(packed))
     yield from found.issues
     if not packed and not found.missing:
-        actual = "nothing is packed, and no reader expects packed weights"
+        actual = "no weight is packed, and no reader expects packed weights"
         yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file="config.json")
     by_ck301 = {module for module in never_packed(subject) if not _targeted(module, config)}
     for module in sorted(found.forbidden.keys() - by_ck301):
-        yield Issue(f"unquantized: {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
+        yield Issue(f"unquantized, since {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
     experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
     if experts and "transformers" in (subject.readers or ()):  # which may build them as one parameter
         try:
             reason = fused_in_transformers(config)
         except CkptkitError as error:
-            raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
+            raise CannotCheck(f"ckptkit cannot tell how transformers loads these experts: {error.message}") from error
         if reason is not None:
-            hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
+            hint = f"serve the model with SGLang or vLLM, or quantize again and {UNPACKED}"
             yield Issue("experts that transformers loads", reason, hint, names=experts)
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
-    hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
-    yield Issue("unquantized, by config.json", "packed as INT4", hint, names=[name + PACKED for name in found.unwanted])
-    hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
+    hint = "add the module to `targets` of its config group" if by_name else "remove the module from ignore"
+    unwanted = [name + PACKED for name in found.unwanted]
+    yield Issue("unquantized, as config.json declares", "packed as INT4", f"{hint}, or quantize again", names=unwanted)
+    hint = "add the module to ignore, or quantize again; if no weight is packed, remove quantization_config"
     missing = [f"{name}.weight" for name in found.missing]
-    yield Issue("packed as INT4, by config.json", "unquantized", hint, names=missing)
+    yield Issue("packed as INT4, as config.json declares", "unquantized", hint, names=missing)
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)
@@ -205,8 +206,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             continue
         for weights, why in by_targets.get(module, {0: (weights_in(config, groups, module), "")}).values():
             form, parts = int4_format(weights) or int4_format_in(config, groups, module), packed_parts(weights)
-            group = "one scale a row" if form.group is None else f"group_size {form.group}"
-            hint = f"config.json has {form.bits} bits, {group}{why}: quantize again, or correct it"
+            group = "one scale per row" if form.group is None else f"group_size {form.group}"
+            hint = f"quantize again, or correct config.json, which has {form.bits} bits and {group}{why}"
             for part, (expected, dtypes) in part_shapes(form, shape, module).items():
                 if (spec := specs.get(f"{module}.{part}")) is None or part not in parts:
                     continue
@@ -230,7 +231,7 @@ def _by_targets(
         for reader in readers:
             for matrix, target in zip(matrices, readings[reader].targets, strict=False):
                 if target is not None and target.kind == "packs":
-                    why = f" by the target {target.pattern!r}, which {reader} takes"
+                    why = f" in the config group with target {target.pattern!r}, which {reader} uses"
                     found[matrix.module].setdefault(target.group, (groups[target.group].weights, why))
     return found
 
@@ -253,7 +254,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(nbytes=scale.nbytes)
         shape, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
         if shape is not None and scale.shape is not None and scale.shape != shape:
-            yield Issue(str(list(shape)), str(list(scale.shape)), names=[scale.module + SHAPE])
+            yield Issue(f"shape {list(shape)}", f"shape {list(scale.shape)}", names=[scale.module + SHAPE])
         if scale.not_finite:
             yield Issue("finite scales", "NaN or infinity", names=names)
         elif scale.zero:
@@ -285,7 +286,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     severity = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # only transformers misreads it
     for lost, stored in ("kv", "vk"):
         names = [f"{module}.{stored}_scale" for module, kinds in scales.items() if lost not in kinds]
-        expected, actual = "scales of keys and of values", f"{lost}_scale is not stored"
+        expected, actual = "a k_scale and a v_scale", f"{lost}_scale is not stored"
         yield Issue(expected, actual, _HINT, names=names, severity=worst((severity, warning_if(lost == "v"))))
     if config is None or not (scales or calibrated):
         return
@@ -295,8 +296,8 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
         lacking = [name for name in group if name not in scales]
         if calibrated or (len(lacking) < len(group) and not scales.keys().isdisjoint(group)):
             effect = f"{_SILENT}, and engines use 1.0" if calibrated else "engines use 1.0"
-            actual = f"none in {len(lacking)} of {len(group)} layers: {effect}"
-            expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
+            actual = f"{len(lacking)} of {len(group)} layers have none: {effect}"
+            expected = "cache scales in each layer" + calibrated * ", as the static kv_cache_scheme requires"
             yield Issue(expected, actual, _HINT, names=lacking, severity=severity)
     if calibrated:
         modules = [module for module in sorted(attention) if scales.get(module, set()) >= {"k", "v"}]
@@ -314,8 +315,8 @@ def _against_scheme(
         expected = "a kv_cache_scheme that compressed-tensors accepts"
         yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
         return
-    declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
-    renamed = "stored under another name", warning_if("transformers" not in (subject.readers or ()))
+    declared = f"as kv_cache_scheme requires (strategy {shortened(scheme.get('strategy', 'tensor'))})"
+    renamed = "stored with another name", warning_if("transformers" not in (subject.readers or ()))
     for module, (part, shape) in product(attention, parts.items()):
         tally.compared()
         spec = subject.hf_files.specs.get(name := f"{module}.{part}")
@@ -323,7 +324,8 @@ def _against_scheme(
             actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)
             yield Issue(f"{part}, {declared}", f"{actual}: {_SILENT}", _HINT, names=[name], severity=its_severity)
         elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
-            yield Issue(f"{list(shape)}, {declared}", f"{list(spec.shape)}", _HINT, names=[name], severity=severity)
+            expected, actual = f"shape {list(shape)}, {declared}", f"shape {list(spec.shape)}"
+            yield Issue(expected, actual, _HINT, names=[name], severity=severity)
 
 
 def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -341,6 +343,6 @@ def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dic
             initialize_qparams(module, kind, arguments, shape, torch.bfloat16, force_zero_point=False)
     except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
         strategy = shortened(scheme.get("strategy"))
-        refused = f"strategy {strategy} has no scales that can be stored" if isinstance(error, TypeError) else ""
+        refused = f"strategy {strategy} stores no scales" if isinstance(error, TypeError) else ""
         raise CkptkitError(f"kv_cache_scheme: {refused or words_of(error)}") from error
     return {name: tuple(one.shape) for name, one in module.named_parameters() if name != "weight"}

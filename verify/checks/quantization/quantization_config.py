@@ -53,21 +53,21 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
                 rounded_usually = _in_usual_rounding(config)
                 if not _are_judged(rounded_usually):
                     stated_scheme(rounded_usually)
-                raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+                raise CannotCheck(f"this quantization_config could not be checked: {error.message}") from error
         return Issue(_EXPECTED, error.message, hint, file="config.json")
-    unspecified = "its first group spells out no weights"
+    unspecified = "the first config group has no `weights`"
     return None if int4_format_of(config) is not None else Issue(_EXPECTED, unspecified, hint, file="config.json")
 
 
 def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
     """Differences between hf_quant_config.json and config.json; the latter must have one for transformers."""
-    file, expected = path / MODELOPT_CONFIG, f"one quantization in config.json and {MODELOPT_CONFIG}"
+    file, expected = path / MODELOPT_CONFIG, f"equal quantization settings in config.json and {MODELOPT_CONFIG}"
     for differs in differing_configs(path).values():
         yield Issue(expected, differs, TWO_CONFIGS, file=file)
     if file.exists() and "transformers" in (asked or ()) and not is_quantized(read_json(path / "config.json")):
-        actual = f"{MODELOPT_CONFIG} has it and config.json does not: transformers reads codes as weights"
-        hint = "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`"
-        yield Issue("a quantization_config in config.json, where transformers looks for it", actual, hint, file=file)
+        actual = f"only {MODELOPT_CONFIG} has the settings, so transformers reads codes as weights"
+        hint = "serve the model with SGLang or vLLM, or dequantize it with `ckptkit convert`"
+        yield Issue("quantization_config in config.json, which transformers reads", actual, hint, file=file)
 
 
 @once
@@ -115,8 +115,8 @@ def misread_floats(
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
         if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            actual = f"quant_method is {shortened(method)}, for which transformers loads no weights"
-            convert = "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`"
+            actual = f"quant_method is {shortened(method)}, which transformers does not support"
+            convert = "serve the model with SGLang or vLLM, or dequantize it with `ckptkit convert`"
             yield Issue(expected, actual, convert, file="config.json")
     if method != "compressed-tensors":
         return
@@ -144,9 +144,9 @@ def _misread_group(
     where = f"their config group (targets {shortened(list(group.targets))})"
     if not group.weights:
         names = [f"{module}.weight_scale" for module in modules]
-        yield f"{where} has no weights: compressed-tensors does not dequantize the codes", names
+        yield f"{where} has no `weights`, so compressed-tensors does not dequantize the codes", names
     elif group.weights.get("dynamic"):
-        yield f"weights of {where} are dynamic, and compressed-tensors has no scales for them", None
+        yield f"{where} has dynamic weights, for which compressed-tensors has no scales", None
     else:
         try:
             parts = _activation_scales(raw)
@@ -155,7 +155,7 @@ def _misread_group(
             return
         for part in parts:
             if names := [name for module in modules if (name := f"{module}.{part}") not in specs]:
-                yield f"missing, but {where} has static activations: readers take 1.0 or uninitialized memory", names
+                yield f"missing, but {where} has static activations: readers use 1.0 or uninitialized memory", names
 
 
 def _activation_scales(group: Mapping[str, Any]) -> list[str]:

@@ -55,39 +55,39 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     stored, specs = float_weights(subject), subject.checkpoint.specs
     if stored.unread is not None:
-        raise CannotCheck(f"no decision for this quantization_config: {stored.unread}")
+        raise CannotCheck(f"this quantization_config could not be checked: {stored.unread}")
     if not stored.judged and not stored.broken:
-        raise NotApplicable("nothing is stored in floats of 8 or 4 bits that the source has")
+        raise NotApplicable("no weight of the source is stored in FP8 or FP4")
     rounding = float_rounding_of(subject)
     tally.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
     for name, reason in stored.broken.items():
-        yield Issue("codes and scales that fit", reason, _HINT, names=[name])
+        yield Issue("codes and scales of matching shapes", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
     for names in group_by_pattern(wrong):
         worst = max(names, key=lambda name: wrong[name].times)
         one = wrong[worst]
-        where = f"{worst}, {one.rows}," if one.rows else worst
-        actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
-        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=names)
+        where = f"{worst} ({one.rows})" if one.rows else worst
+        actual = f"{one.wrong} of {one.numel} elements of {where} are off by up to {one.times:.3g} half steps"
+        yield Issue(f"values within half a step of the source, in {stored.words}", actual, _HINT, names=names)
     # FP8 of an MXFP4 source, exact except for numbers outside its range.
     changed = {name: one for name, one in rounding.items() if one.changed and not one.wrong}
     for names in group_by_pattern(changed):
         several = [changed[name] for name in names]
         count, zeros = sum(one.changed for one in several), sum(one.zeroed for one in several)
-        expected = "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold"
-        actual = f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them "
-        actual += f"to 0; the first of {names[0]}, {several[0].first}"
-        hint = "exponents in a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact"
+        expected = "the exact numbers of the MXFP4 source"
+        actual = f"{count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them to 0; "
+        actual += f"for example, {names[0]}{several[0].first}"
+        hint = "dequantize to BF16 or quantize to mxfp8, which are exact: some blocks are too wide for FP8"
         yield Issue(expected, actual, hint, names=names, severity="warning")
 
 
 def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
-        raise NotApplicable("the source is quantized itself; CK202 compares the two bit for bit")
+        raise NotApplicable("the source is quantized too, so CK202 compares both bit for bit")
     rounding, grid = rounding_of(subject), grid_of(config)
     if is_gptq(config):
-        tally.note("CK305: GPTQ rounded these weights: a row may be off by half its norm, smaller faults are missed")
+        tally.note("CK305: GPTQ rounded these weights, so errors below half the norm of a row are not found")
     for one in rounding.values():
         tally.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
@@ -97,10 +97,10 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected, actual = wrong[worst].words
         yield Issue(expected, f"{actual} in {worst}", _HINT, names=names)
     for names in group_by_pattern(coarse):
-        actual = f"up to {max(coarse[name] for name in names):.0%} off"
+        actual = f"scales are off by up to {max(coarse[name] for name in names):.0%}"
         scales = [name.removesuffix(".weight") + SCALE for name in names]
         hint = "quantize again, or correct observer_kwargs"
-        yield Issue(f"scales of the {grid} grid, by config.json", actual, hint, names=scales)
+        yield Issue(f"scales of the {grid} grid, as config.json declares", actual, hint, names=scales)
 
 
 @check("CK306", applies_to=require_quantized)
@@ -108,13 +108,13 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packing, bits, group size, scale dtype and zero points are equal in fused layers and in each layer's experts."""
     specs = subject.hf_files.specs
     if subject.readers and {"sglang", "vllm"}.isdisjoint(subject.readers):
-        raise NotApplicable(f"--reader {' '.join(subject.readers)} fuses no layers")
+        raise NotApplicable(f"the programs of --reader {' '.join(subject.readers)} fuse no layers")
     if stores_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
         if not packs_integers(subject):
             return
     if not any(packed_in(specs)):
-        raise CannotCheck("nothing is packed", "CK302")
+        raise CannotCheck("no weight is packed", "CK302")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # stored as one tensor
     for module, scheme in _stored_schemes(subject):
@@ -124,7 +124,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for schemes in parameters.values():
         usual, *rare = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
         for scheme in rare:
-            expected = f"{usual}, as the other projections of the fused layer"
+            expected = f"{usual}, like the other projections of the fused layer"
             yield Issue(expected, scheme, names=[name + ".weight" for name in schemes[scheme]])
 
 
@@ -195,13 +195,13 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     form = int4_format_of(config) if config else None
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
-        raise CannotCheck("no tensor is the weight of a layer", "CK104")
+        raise CannotCheck("the checkpoint has no weight of a layer", "CK104")
     tally.compared(weights)
     layout = quirk("sglang", "zero-points-of-experts")
     if form is not None and not form.sglang_experts and layout is not None:
-        expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
+        expected = "zero points of experts with shape [groups, rows / 8] in AWQ's order, as SGLang reads them"
         shifted = [name for name in names if name.endswith(ZERO_POINT) and is_expert(name)]
-        hint = "quantize them again symmetrically, or with --reader sglang; or serve with vLLM, and give --reader vllm"
+        hint = "quantize the experts again symmetrically or with --reader sglang; or use vLLM and pass --reader vllm"
         yield Issue(expected, layout.message, hint, names=shifted)
 
 
@@ -216,16 +216,16 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if (module := name.removesuffix(".weight")) in packed
     }
     if not chosen:
-        raise CannotCheck("nothing is packed", "CK302")
+        raise CannotCheck("no weight is packed", "CK302")
     tally.compared(len(chosen))
     try:
         tree = class_tree(config)
     except CkptkitError as error:
-        raise CannotCheck(f"no decision for this model: {error.message}") from error
+        raise CannotCheck(f"this model could not be checked: {error.message}") from error
     packable = {module: spec for module, spec in chosen.items() if module in tree.packable}  # CK301 judges the rest
     dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
     if dp_attention and any(module not in tree.experts for module in packable):
-        raise CannotCheck("--sglang-enable-dp-attention cuts attention over fewer ranks, which is not predicted here")
+        raise CannotCheck("--sglang-enable-dp-attention splits attention over fewer ranks, which CK307 does not know")
     by_size = by_key((int4_format_in(config, groups, module).group, spec) for module, spec in packable.items())
     for size, specs in by_size.items():
         yield from _tile_issues(subject, specs, tree, config, size)
@@ -239,14 +239,14 @@ def _tile_issues(
     if tp == 1:
         if fault := tiles.unrunnable(specs, tree, config, size):
             hint, details = fault
-            actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: an engine ends at its first prompt"
-            hint = f"quantize again and {hint}; or serve with vLLM, and give --reader vllm"
-            yield Issue("INT4 weights that a kernel of SGLang can run", actual, hint)
+            actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}, so it stops at the first prompt"
+            hint = f"quantize again and {hint}; or serve with vLLM and pass --reader vllm"
+            yield Issue("INT4 weights with sizes that SGLang's kernels support", actual, hint)
         return
     try:
         tiles.check_tiles(specs, tree, config, size, tp, ep)
     except CkptkitError as error:
-        yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
+        yield Issue(f"INT4 weights that divide over {tp} ranks", error.message, error.hint or "")
 
 
 @check("CK308", applies_to=require_quantized)
@@ -271,8 +271,8 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for medians, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):
         usual = median(medians[name] for name in names)
-        expected = f"scales around {usual:.3g}, as in the rest of this kind"
+        expected = f"scales around {usual:.3g}, the median of this kind of weight"
         if large := [name for name in names if medians[name] > usual * _MAX_FACTOR]:
-            yield Issue(expected, f"around {medians[large[0]]:.3g}: far larger", names=large)
+            yield Issue(expected, f"around {medians[large[0]]:.3g}, far larger", names=large)
         if small := [name for name in names if medians[name] * _MAX_FACTOR < usual]:
-            yield Issue(expected, f"around {medians[small[0]]:.3g}: far smaller", names=small, severity="warning")
+            yield Issue(expected, f"around {medians[small[0]]:.3g}, far smaller", names=small, severity="warning")

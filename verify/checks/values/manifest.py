@@ -19,8 +19,8 @@ from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values,
 
 DOWNLOAD = "download"  # the fact about the origin of the files
 _SLACK_S = 1  # as in the client, since times of files are not exact
-_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
-_has_manifest = only_if(lambda subject: subject.options.manifest, "no --manifest was given")
+_MIRROR = "; if a mirror was used (HF_ENDPOINT), its names of files may not be hashes: every file differs"
+_has_manifest = only_if(lambda subject: subject.options.manifest, "--manifest was not given")
 
 
 @check("CK120", stage="headers", applies_to=_has_manifest)
@@ -29,7 +29,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     manifest = read_manifest(subject.options.manifest or Path())
     root, specs, values = subject.location.root, subject.checkpoint.specs, stored_values(subject)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
-        actual = "missing" if name not in specs else "the manifest has no tensor of this name"
+        actual = "missing" if name not in specs else "the manifest has no such tensor"
         if name in specs and name in manifest.tensors:
             tally.compared(nbytes=specs[name].nbytes)
             if name not in values.stats:
@@ -37,21 +37,21 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
             spec, promised = specs[name], manifest.tensors[name]
             actual = "" if promised.blake3 == values.stats[name].digest.hex() else "its bytes differ"
             if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
-                actual = f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
+                actual = f"{list(spec.shape)} {spec.dtype}, but {list(promised.shape)} {promised.dtype} in the manifest"
         if actual:
             file = file_of_tensor(subject, name) if name in specs else ""
-            yield Issue("the tensor of the manifest", actual, names=[name], file=file)
+            yield Issue("the tensor as in the manifest", actual, names=[name], file=file)
     for name, digest in manifest.files.items():
         exists = (root / name).is_file()
         if not exists or file_digest(root / name) != digest:
-            yield Issue("the file of the manifest", "its bytes differ" if exists else "missing", file=root / name)
+            yield Issue("the file as in the manifest", "its bytes differ" if exists else "missing", file=root / name)
     for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
-        hint = "remove it, or make a new manifest if it belongs to the checkpoint"
-        actual = "the manifest has no file of this name, and loaders read it"
-        yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
+        hint = "remove the file, or make a new manifest if the file belongs to the checkpoint"
+        actual = "loaders read this file, but the manifest does not list it"
+        yield Issue("no other files than those of the manifest", actual, hint, file=root / name)
 
 
-@check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))
+@check("CK124", applies_to=only_if(downloads, "the directory has no download record of the model hub's client"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SHA-256 (git's SHA-1 for small files) of the files that loaders open; a warning for files changed later."""
     read_values(subject)  # also hashes the weights
@@ -67,15 +67,15 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in (name for name in differ if name not in changed):
         record, shard = records[name], subject.hf_files.shards.get(name)
         kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
-        place = "the name of its blob" if record.record.name == record.digest else f"as {record.record.name} has it"
-        expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
+        place = "the name of its blob" if record.record.name == record.digest else f"as in {record.record.name}"
+        expected, hint = f"{kind} {record.digest}, {place}", f"download the file again: `{record.fetch}`{mirror}"
         names = None if shard is None else shard.specs
-        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, as_one=True)
+        yield Issue(expected, f"{kind} {hashes[name].actual}", hint, names=names, file=name, as_one=True)
     if changed:  # one warning for all files that are newer than their records
         when = _time((subject.path / changed[0]).stat().st_mtime), _time(records[changed[0]].time)
-        actual = f"other bytes in {summarize(changed)}: modified at {when[0]}, after the download at {when[1]}"
+        actual = f"{summarize(changed)} was changed at {when[0]}, after the download at {when[1]}"
         fetch = f"`{records[changed[0]].fetch}`{' and so on' if changed[1:] else ''}"
-        hint = f"if the change was intended, nothing; else download again: {fetch}"
+        hint = f"download again if the change was not intended: {fetch}"
         yield Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(changed))
     origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
     fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"

@@ -17,8 +17,8 @@ from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_mas
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _ADAM = ("exp_avg", "exp_avg_sq")
 _Problem = tuple[str, str, Collection[str]]
-SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
-AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not checked"
+SAVED_AGAIN = "save again from the training run, or resume without the optimizer (--no-load-optim, --finetune)"
+AS_OBJECTS = "the optimizer state is stored as Python objects (dp_zero_gather_scatter), which ckptkit does not check"
 
 
 def has_optimizer(subject: Subject) -> None:
@@ -30,7 +30,7 @@ def has_optimizer(subject: Subject) -> None:
     except CkptkitError as error:
         raise NotApplicable(error.message) from error
     if not stored:
-        raise NotApplicable("no optimizer state is stored")
+        raise NotApplicable("the checkpoint has no optimizer state")
 
 
 @check("CK213", applies_to=has_optimizer)
@@ -44,14 +44,14 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     wrong = [name for name, one in values.stats.items() if not one.finite]
     yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == "exp_avg_sq" and one.low < 0]
-    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
+    yield Issue("squares, which are never negative", "negative numbers", SAVED_AGAIN, names=wrong)
     kinds = by_key((one.kind, name) for name, one in values.stats.items() if one.kind not in MASTERS)
     for names in kinds.values():  # a complete kind is an error, some parameters of it a warning
         zero = [name for name in names if values.stats[name].low == values.stats[name].high == 0]
         is_partial = len(zero) < len(names)
         if is_partial or subject.megatron_files.opened.common.get("iteration") != 0:
-            hint = "right for parameters without gradients, such as experts without tokens" * is_partial
-            yield Issue("moments of a trained parameter", "all zero", hint, names=zero, severity=warning_if(is_partial))
+            hint = "check that these parameters got no gradients, like experts without tokens" * is_partial
+            yield Issue("moments of a trained weight", "all zero", hint, names=zero, severity=warning_if(is_partial))
 
 
 def _values(subject: Subject) -> OptimizerValues:
@@ -70,20 +70,20 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     values = _values(subject)
     if kept := [name for name in _FEWER_BITS if subject.megatron_files.args.get(name)]:
-        raise NotApplicable(f"the run kept weights in fewer bits ({kept[0]}), so they are no rounded master weights")
+        raise NotApplicable(f"the run kept weights in fewer bits ({kept[0]}), which differ from rounded master weights")
     if not values.compared and not values.weights:
-        raise NotApplicable("no float32 master weights of 16-bit weights are stored")
+        raise NotApplicable("the checkpoint has no float32 master weights of 16-bit weights")
     require_some(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
     expected = "master weights that round to the stored weights"
     unlike = {name: counts for name, counts in values.compared.items() if counts[0]}
-    hint = "weights and optimizer are of different steps, or were mixed up in the save"
+    hint = "take another checkpoint: weights and optimizer are of different steps, or the save mixed them up"
     for names in group_by_pattern(unlike):
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
         yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
         if missing := count_without_master(values, dtype):
             actual = f"{missing} of {int(weights.sum())} {dtype} weights have no master weight that rounds to them"
-            yield Issue(expected, actual, f"{hint}; or the run does not train all of them")
+            yield Issue(expected, actual, f"{hint}; if the run does not train all weights, ignore this")
 
 
 @check("CK121", stage="headers", applies_to=has_optimizer)
@@ -95,16 +95,17 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise NotApplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"
     tally.compared(len(state.by_weight) + len(state.buckets))
-    unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
+    unnamed = ("state of a stored weight", "the checkpoint has no weight of this name", state.unknown)
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)
-    frozen = f"right if the run does not train all of them; else {SAVED_AGAIN}"
+    frozen = f"ignore this if the run does not train these weights; else {SAVED_AGAIN}"
     unsaved = [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
-    yield Issue("optimizer state", "none", frozen, names=unsaved, file=where, severity="warning")
+    yield Issue("optimizer state of the weight", "missing", frozen, names=unsaved, file=where, severity="warning")
     elements = sum(math.prod(one.shape) for one in state.weights.values())
     covered = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
     if covered < elements and not state.opaque and not state.by_weight:  # only buckets have the state
-        yield Issue(f"state of {elements} elements of weights", f"of {covered}", frozen, file=where, severity="warning")
+        actual = f"state of {covered} elements"
+        yield Issue(f"state of {elements} elements of weights", actual, frozen, file=where, severity="warning")
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:
@@ -116,17 +117,18 @@ def _by_weight(state: OptimizerState) -> Iterator[_Problem]:
         if masters.isdisjoint(parts) and masters and state.weights[key].dtype != "float32":
             lacking.append("master weights")
         for what in lacking if moments else [*lacking, "moments"]:
-            yield f"{what}, as other parameters have", "missing", [key]
+            yield f"{what} of the weight, as other weights have", "missing", [key]
         shape = state.weights[key].shape
         for one in parts.values():
             if one.shape != shape and not is_flattened(shape, one.shape):
-                yield f"{list(shape)}, the shape of its weight", f"{list(one.shape)}", [one.key]
+                yield f"shape {list(shape)}, that of the weight", f"shape {list(one.shape)}", [one.key]
 
 
 def _by_bucket(state: OptimizerState) -> Iterator[_Problem]:
     kinds = {kind for bucket in state.buckets for kind in bucket.kinds}
     for bucket in state.buckets:
         if missing := kinds - bucket.kinds.keys():
-            yield f"{', '.join(sorted(missing))}, as other buckets have", "missing", [bucket.key]
+            yield f"{', '.join(sorted(missing))} in the bucket, as in others", "missing", [bucket.key]
         if len(sizes := {one.shape for one in bucket.kinds.values()}) > 1:
-            yield "the same size for each kind", ", ".join(map(str, sorted(map(math.prod, sizes)))), [bucket.key]
+            actual = " and ".join(map(str, sorted(map(math.prod, sizes))))
+            yield "the same number of elements for each kind of state", f"{actual} elements", [bucket.key]

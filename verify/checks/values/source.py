@@ -41,9 +41,9 @@ _MOST, _FEW = 0.9, 3
 # The share of a matrix's rows that training may replace; in the vocabulary, those of unused tokens.
 _NEW_ROWS, _NEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
-_WHY_NOT = "values may differ from the source's with --trained (CK216)"
+_WHY_NOT = "with --trained, values may differ from the source's (CK216)"
 values_kept = only_if(lambda subject: not subject.options.trained, _WHY_NOT)
-_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
+_was_trained = only_if(lambda subject: subject.options.trained, "without --trained, values must be equal (CK202)")
 
 
 @check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
@@ -78,14 +78,14 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     extra = [name for name in values.only_here if name not in dropped | floats.parts | packed]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     for names, others in _renamed(subject, lost, extra, values):
-        actual = f"missing: its values are those of {summarize(others)}, which the source does not have"
-        hint = "rename it as in the source: readers find no tensor under another name"
-        yield Issue("the tensor of the source", actual, hint, names=names, also_affected=others)
+        actual = f"missing; {summarize(others)}, which the source does not have, has its values"
+        hint = "rename it as in the source: programs find no tensor under another name"
+        yield Issue("each tensor of the source", actual, hint, names=names, also_affected=others)
         lost = [name for name in lost if name not in names]
         extra = [name for name in extra if name not in others]
-    yield Issue("the tensor of the source", "missing", names=lost)
-    hint = "name the release that these tensors are from as --source, or convert again from this one"
-    yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
+    yield Issue("each tensor of the source", "missing", names=lost)
+    hint = "pass the release that has these tensors as --source, or convert again from this source"
+    yield Issue("only tensors of the source", "the source has no tensor of this name", hint, names=extra)
 
 
 def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[Issue]:
@@ -119,17 +119,17 @@ def _renamed(
 
 def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
     """Tensors with neither the expected values nor those of another tensor."""
-    hint = "convert again from the source; if that does not help, name the right --source"
-    expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
+    hint = "convert again from the source, or pass the source of this checkpoint as --source"
+    expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the merged adapter"
     share = f"{len(wrong)} of {len(values.compared)} tensors differ"
     if subject.adapter is None and _is_trained(wrong, values):
-        hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
-        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, as_one=True)
+        hint = "add --trained if this checkpoint was trained from the source; else convert again from the source"
+        yield Issue(expected, f"{share}, each by little, as after training", hint, names=wrong, as_one=True)
         return
     kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
     # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.
     if len(wrong) > _MOST * len(values.compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds)):
-        yield Issue(expected, f"{share}: another model", hint, names=wrong, as_one=True)
+        yield Issue(expected, f"{share}, so this is another model", hint, names=wrong, as_one=True)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
@@ -140,7 +140,7 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
             turned = None if broken else _transposed(subject, worst)
             if turned is not None:
                 actual = f"{turned} of the source is transposed ({actual})"
-            exchange = "store it as the source has it, with the last two axes exchanged"
+            exchange = "exchange the last two axes, as in the source"
             yield Issue(expected, actual, hint if turned is None else exchange, names=names)
 
 
@@ -173,19 +173,19 @@ def _against_adapter(
         groups[is_base, None if pair is None else pair.scale].append(name)
     for (is_base, scale), names in groups.items():
         _, actual = _describe_worst(names, wrong, values)
-        actual = f"the base's own bits: nothing was added ({actual})" if is_base else actual
-        merge = "merge it: `ckptkit convert BASE DST --merge ADAPTER`"
-        hint = merge if is_base else f"{merge}; or give the adapter that was merged as --adapter"
+        actual = f"the bits of the base, so the adapter is not merged ({actual})" if is_base else actual
+        merge = "merge the adapter: `ckptkit convert BASE DST --merge ADAPTER`"
+        hint = merge if is_base else f"{merge}; or pass the adapter that was merged as --adapter"
         if scale is not None:
             pairs = {pair.module: pair for name in names if (pair := adapter.pair_of(name)) is not None}
             is_dora = any(pair.magnitude is not None for pair in pairs.values())
-            expected = f"base + adapter: {scale:g} x lora_B lora_A of {summarize(pairs)} added to the base's weight"
+            expected = f"the base's weight plus {scale:g} x lora_B lora_A of {summarize(pairs)}"
             expected += ", then scaled to lora_magnitude_vector (use_dora)" if is_dora else ""
         elif saved := [adapter.saved[name].name for name in names if name in adapter.saved]:
-            expected = f"the adapter's own tensor, {summarize(saved)}"
+            expected = f"the values of the adapter's tensor {summarize(saved)}"
         else:
-            expected = "the base's bits: the adapter has no pair for this weight"
-            hint = "give the base that the adapter was merged into as --source"
+            expected = "the bits of the base, since the adapter does not change this weight"
+            hint = "pass the base that the adapter was merged into as --source"
         yield Issue(expected, actual, hint, names=names)
 
 
@@ -239,13 +239,13 @@ def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], value
     worst = max(names, key=lambda name: wrong[name].largest)
     difference, stats, where = wrong[worst], values.stats[worst], f" in {worst}" if len(names) > 1 else ""
     if not difference.same_shape:
-        return worst, f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
+        return worst, f"shape {list(difference.actual.shape)}, but {list(difference.source.shape)} in the source"
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     constant = f"all {stats.low:g}: ".replace("all 0:", "all zero:") if stats.constant else ""
     if difference.shift and not stats.constant:
         more = "more" if difference.shift > 0 else "less"
-        norms = "as between norms that multiply by w and by 1 + w"
+        norms = "like a norm that multiplies by w instead of 1 + w, or the reverse"
         return worst, f"each element is 1 {more} than the source's{where}, {norms}"
     return worst, f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
@@ -254,7 +254,7 @@ def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], value
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning."""
     values, quantized = read_values(subject), float_weights(subject).judged
-    require_some(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
+    require_some(tally, values.compared, "not run because no tensor was compared with the source (CK201, CK202)")
     fp32 = fp32_names(config_or_none(subject))
     changed = by_key(
         ((one.source.dtype, one.actual.dtype, name in fp32), name)
@@ -290,16 +290,16 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
         or name.endswith("inv_freq")
         or not (has_codes or name.endswith("num_batches_tracked") or one.source.dtype in _FLOATS)
     ]
-    hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
-    yield Issue("the source's values, which training does not change", "other values", hint, names=names)
+    hint = f"{_SAVE_AGAIN}, with the release's values of this tensor"
+    yield Issue("the source's values, since training does not change them", "other values", hint, names=names)
     yield from _unlike(left, values)
     floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
     still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
     if still and len(still) < len(floats):
-        tally.note(f"training left {len(still)} of {len(floats)} tensors as they were: {summarize(still)}")
+        tally.note(f"training did not change {len(still)} of {len(floats)} tensors: {summarize(still)}")
     elif still:
-        actual = f"the source's bits in all {len(still)} tensors: nothing was trained"
-        hint = "name the checkpoint that the training wrote; without --trained every value is compared"
+        actual = f"all {len(still)} tensors have the source's bits, so nothing was trained"
+        hint = "pass the checkpoint that training wrote, or leave out --trained"
         yield Issue("values that training changed", actual, hint, severity="warning")
 
 
@@ -314,16 +314,16 @@ def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Iss
     odd = {name: share for name, share in shares.items() if share > limits[name]}
     if not odd:
         return
-    expected = "rows that are near the source's, as training leaves them"
+    expected = "rows near the source's, since training changes them little"
     if median(shares.values()) > _NEW_ROWS:
-        actual = f"{len(odd)} of {len(shares)} matrices that differ have nothing in common with the source's"
-        hint = "name the release that the training started from as --source"
-        yield Issue(expected, f"{actual}: another model", hint, names=odd, as_one=True)
+        actual = f"{len(odd)} of {len(shares)} changed matrices have nothing in common with the source's"
+        hint = "pass the release that training started from as --source"
+        yield Issue(expected, f"{actual}, so this is another model", hint, names=odd, as_one=True)
         return
-    hint = f"{_SAVE_AGAIN}: its values are those of another tensor, in another order, or were initialized anew"
+    hint = f"{_SAVE_AGAIN}: the values belong to another tensor, are in another order, or are newly initialized"
     for names in group_by_pattern(odd):
         worst = max(names, key=lambda name: odd[name])
         one, where = differing[worst], f" of {worst}" if len(names) > 1 else ""
         rows = f"{one.unlike} of {values.stats[worst].rows} rows{where}"
-        rows += f", {one.unlike_rows}" if one.unlike_rows else ""
-        yield Issue(expected, f"{rows}: they have little in common with the source's", hint, names=names)
+        rows += f" ({one.unlike_rows})" if one.unlike_rows else ""
+        yield Issue(expected, f"{rows} have little in common with the source's", hint, names=names)

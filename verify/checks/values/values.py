@@ -98,8 +98,8 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     wrong = [name for name, one in values.items() if not one.finite]
     wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
     for names, is_shared in _split_by_source(wrong, read_values(subject)):
-        hint = "look at the source: if it is finite there, convert again"
-        hint = "find the last good checkpoint of the run: the source has the same" if is_shared else hint
+        hint = "convert again if the source is finite there"
+        hint = "take the last good checkpoint of the run: the source has the same" if is_shared else hint
         yield Issue("finite values", "NaN or infinity", hint, names=names)
 
 
@@ -131,9 +131,9 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         verdicts[severity, "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), group in verdicts.items():
         for names, is_shared in _split_by_source(group, read_values(subject)):
-            hint = "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
-            hint = "the source has the same: compare that with its release" if is_shared else hint
-            yield Issue("values that vary", actual, hint, names=names, severity=severity)
+            hint = "copy it from the release again: the hole that an interrupted copy leaves in a file reads as zeros"
+            hint = "compare the source, which has the same, with its release" if is_shared else hint
+            yield Issue("different values", actual, hint, names=names, severity=severity)
 
 
 def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
@@ -182,12 +182,12 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     equal = [names for names in groups.values() if len(names) > 1]
     origins = _layer_origins(subject.config_root)
     if merged := layers_of(name for names in equal if _are_copies(names, origins) for name in names):
-        tally.note(f"layers {ranges(merged)} repeat one another, as the merge in {_MERGED} made them")
+        tally.note(f"layers {ranges(merged)} are copies of one another, which the merge in {_MERGED} made")
         equal = [names for names in equal if not _are_copies(names, origins)]
     for one in explain_repeats(equal, stages_of(subject)):
         text, hint = one.text, one.hint
         if is_same := same.issuperset(one.names):
-            text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
+            text, hint = f"as in the source, {text}", "ask the author of the source whether this is intended"
         severity = warning_if(is_same)
         yield Issue("different bytes in each layer and expert", text, hint, one.names, severity=severity, as_one=True)
 
@@ -221,7 +221,7 @@ def _has_tied_head(subject: Subject) -> bool:
     return tied is not None and tied[0] in subject.hf_files.specs
 
 
-@check("CK211", applies_to=only_if(_has_tied_head, "no output layer is stored with tied embeddings"))
+@check("CK211", applies_to=only_if(_has_tied_head, "no tied output layer is stored"))
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`lm_head.weight` repeats the bytes of the embedding if config.json ties them."""
     tied = tied_head_of(subject)
@@ -232,7 +232,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
-        yield Issue(f"the bytes of {embedding}: tie_word_embeddings is true", "different bytes", names=[head])
+        yield Issue(f"the bytes of {embedding}, since tie_word_embeddings is true", "different bytes", names=[head])
 
 
 # Layers of trained models differ in size by less than 10 times; a lost or repeated scale gives 100 and more.
@@ -249,7 +249,7 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_some(tally, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
-        yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
+        yield Issue("numbers of at least 1.2e-38", f"the largest number is {largest:.3g}", names=names)
 
 
 @check("CK208", explained_by=("CK202", "CK204", "CK205"))
@@ -271,26 +271,26 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
     same = values.compared.keys() - values.differences.keys()
-    expected = f"a root mean square within {_FACTOR:g} times the median of its siblings"
+    expected = f"a root mean square within {_FACTOR:g} times the median of other layers and experts"
     odd = [name for name, ratio in ratios.items() if not 1 / _FACTOR <= ratio <= _FACTOR]
     groups = by_key((("large" if ratios[name] > 1 else "small", warning_if(name in same)), name) for name in odd)
     for (way, severity), group in groups.items():
         for names in group_by_pattern(group):
             worst = max(names, key=lambda name: abs(math.log(ratios[name])))
             times = ratios[worst] if way == "large" else 1 / ratios[worst]
-            actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
+            actual = f"{worst} is {times:.3g} times too {way} (root mean square {values.stats[worst].rms:.3g})"
             yield Issue(expected, actual, names=names, severity=severity)
     # Kinds with a median above that of any trained model have one cause; codes and tables are no weights.
     plain = [kind for kind, size in medians.items() if size > _LARGEST and not kind[1]]
     specs = {kind: subject.specs.get(kinds[kind][0]) for kind in plain}
     large = [kind for kind, spec in specs.items() if spec is None or spec.dtype in COMPUTED]
     names = [name for kind in large for name in kinds[kind]]
-    actual = f"{max(map(medians.__getitem__, large), default=0):.3g}, in the median of its kind"
+    actual = f"a root mean square of {max(map(medians.__getitem__, large), default=0):.3g}, the median of its kind"
     expected, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same.issuperset(names))
     yield Issue(expected, actual, names=names, severity=severity, as_one=True)
 
 
-@check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
+@check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "HF checkpoints have no padded vocabulary"))
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in a converter's `release/`, a warning in a training checkpoint."""
     require_values(subject)
@@ -303,8 +303,8 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared()
         with suppress(CkptkitError):  # CK201 reports a tensor that cannot be read
             if rows > 0 and (filled := int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum())):
-                actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
-                yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
+                actual = f"{filled} of {rows} padded rows, from row {shape[0]} on, are not zero"
+                yield Issue("zeros in rows that pad the vocabulary", actual, names=[name], severity=severity)
 
 
 def _with_field(subject: Subject, field: str) -> set[str]:
@@ -329,11 +329,11 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A float32 router bias has numbers that are not exact in bfloat16; a warning unless the source has the same."""
     values, names = read_values(subject), _fp32_biases(subject)
     biases = {name: one for name, one in values.stats.items() if _inside_model(name) in names}
-    require_some(tally, biases, f"{_NONE_READ}, or there are no such biases", "CK201", "CK104")
+    require_some(tally, biases, f"{_NONE_READ}, or the biases are missing", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
-    hint = "compare with the release: unless it has the same, they were rounded to bfloat16 and stored as float32 again"
+    hint = "compare with the release: if it has other values, they were rounded to bfloat16 and stored as float32"
     coarse = [name for name, one in biases.items() if one.coarse and not one.constant and name not in same]
-    yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=coarse, severity="warning")
+    yield Issue("values that need float32", "every value fits bfloat16", hint, names=coarse, severity="warning")
 
 
 @check("CK215", applies_to=_has_tables)
@@ -341,7 +341,7 @@ def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert, from 0 to the number of experts - 1."""
     names, experts = _with_field(subject, "indices"), dims_of(require_config(subject)).experts
     tables = {name: one for name, one in read_values(subject).stats.items() if _inside_model(name) in names}
-    require_some(tally, tables, f"{_NONE_READ}, or there are no such tables", "CK201", "CK104")
+    require_some(tally, tables, f"{_NONE_READ}, or the tables are missing", "CK201", "CK104")
     for name, one in tables.items():
         if one.low < 0 or one.high >= experts:
-            yield Issue(f"numbers from 0 to {experts - 1}", f"{one.low:g} to {one.high:g}", names=[name])
+            yield Issue(f"numbers from 0 to {experts - 1}", f"numbers from {one.low:g} to {one.high:g}", names=[name])

@@ -26,9 +26,9 @@ from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Re
 def _in_transformers(subject: Subject) -> None:
     with_engine = "engine" in subject.against
     if "megatron" in subject.against and subject.is_megatron and not with_engine:
-        raise NotApplicable("CK606 compares Megatron; without --against-megatron, --logits runs transformers")
+        raise NotApplicable("with --against-megatron, --logits runs CK606 instead")
     if with_engine and not (subject.path / TOKENIZER).exists():
-        raise NotApplicable("there is no tokenizer.json to encode texts with")
+        raise NotApplicable("tokenizer.json, which encodes the texts, is missing")
 
 
 @check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
@@ -43,20 +43,20 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
     tally.compared(len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
-    untrained = "" if trained else "; the weights look untrained, so this is not judged"
+    untrained = "" if trained else "; not judged, since the weights look untrained"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
     best = min(bits)
     if trained and best <= NO_TEXT:
-        tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
+        tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits per byte")
     if trained and best > POOR_TEXT:
-        expected = f"at most {POOR_TEXT} bits a byte of the best of these texts"
-        result = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
-        yield Issue(expected, f"{best:.2f}: {result} ({line})", severity=warning_if(best <= NO_TEXT))
+        expected = f"at most {POOR_TEXT} bits per byte for at least one text"
+        result = "does not predict text" if best > NO_TEXT else "predicts text poorly"
+        yield Issue(expected, f"the model {result}: {line} bits per byte", severity=warning_if(best <= NO_TEXT))
     if with_engine:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
-    tally.note(f"--logits ran only transformers ({reference.dtype}): --engine --logits runs an engine too")
+    tally.note(f"--logits ran only transformers ({reference.dtype}); add --engine to run an engine too")
     if not trained:
-        raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
+        raise CannotCheck("the weights look untrained, so CK607 cannot judge whether they predict text")
 
 
 # Times the noise of the checkpoint's dtype. Megatron in float32 is exact, except near ties between experts; in the
@@ -80,8 +80,8 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     broken, count = not_finite_logprobs([answer for judged in run.answers.values() for answer in judged])
     tally.compared(count)
     if run.reference is None:
-        hint = "CK401 and CK402 list tensors that Megatron did not load; else the weights are not finite (CK204)"
-        yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint)
+        hint = "fix the findings of CK401, CK402 and CK204: the weights were not loaded, or are not finite"
+        yield Issue("a finite log-probability for every token", f"{broken} of {count} are not finite", hint)
         return
     reference, exact = run.reference, run.reference.exact
     noise = distance(reference.rounded, exact)
@@ -95,13 +95,13 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     wrong = {rank: gap for rank, gap in gaps.items() if not gap <= limit}
     if not wrong:
         return
-    expected = f"log-probabilities of Megatron in {run.dtype} within {limit:.2g} nats of transformers' "
-    expected += f"(mean; the noise of {reference.dtype} is {noise.mean:.2g})"
+    expected = f"log-probabilities of Megatron in {run.dtype} within {limit:.2g} nats of transformers', in the mean "
+    expected += f"(rounding to {reference.dtype} changes them by {noise.mean:.2g})"
     hint, rank = "compare the training arguments with the release (CK701, CK702)", None
     if len(wrong) < len(gaps):
-        hint = "report it with the parallel sizes and the megatron-core version: the other ranks are within the limit"
+        hint = "report this with the parallel sizes and the megatron-core version: the other ranks are within the limit"
         rank = format_ranks(wrong)
-    yield Issue(expected, f"mean {max(wrong.values()):.2g}", hint, rank=rank)
+    yield Issue(expected, f"a mean difference of {max(wrong.values()):.2g} nats", hint, rank=rank)
 
 
 FURTHEST_SAMPLE = 10.0  # times the noise, for the mean of one sample, which scatters more
@@ -110,7 +110,7 @@ _ABOVE_ZERO = 1e-3  # nats by which rounding may raise the log-probability of a 
 _FEW, _SHORT = 32, 8  # the fewest tokens of all samples, and of one, for a meaningful mean
 _JITTER = 1e-4  # the KL of kernel jitter, by miles' debugging guide (docs/developer/debug.md)
 _MAX_EXPONENT = 700.0  # exp of more overflows float64
-_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
+_has_rollout = only_if(lambda subject: subject.options.rollout_data, "--rollout-data was not given")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class LogprobGap:
     k3: float
 
     def __str__(self) -> str:
-        return f"mean {self.mean:.4f} nats a token, largest {self.largest:.3f}; KL {self.k3:.2g} (k3)"
+        return f"mean {self.mean:.4f} nats per token, largest {self.largest:.3f}; KL {self.k3:.2g} (k3)"
 
 
 def gap(
@@ -155,7 +155,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not recording.sides:
         raise CannotCheck(f"{recording.path} has no log-probabilities: the engine returned none (return_logprob)")
     if rounds_activations(quantization_of(read_config(rollouts.tokenizer_directory(subject))) or {}):
-        raise CannotCheck("the engine also rounds activations of this format, and the noise of that is not known")
+        raise CannotCheck("the engine rounds activations too, and ckptkit does not know how much that changes")
     reasons = []
     for side in recording.sides:
         try:
@@ -170,8 +170,8 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
     """Unknown token ids, and invalid log-probabilities."""
     ids = ((token, one.index) for one in recording.samples for token in one.tokens)
     if odd := next((f"{token} in sample {index}" for token, index in ids if not 0 <= token < vocabulary), None):
-        expected = f"token ids below {vocabulary}, the vocabulary of the checkpoint"
-        yield Issue(expected, odd, "the rollout was made with another model or tokenizer", file=recording.path)
+        hint = "record a rollout of this model: another model or tokenizer made this one"
+        yield Issue(f"token ids below vocab_size {vocabulary}", f"token id {odd}", hint, file=recording.path)
     for side in recording.sides:
         wrong = [
             one.index
@@ -180,9 +180,9 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
             if is_sampled and not -np.inf < value < _ABOVE_ZERO
         ]
         if wrong:
-            expected, count = "log-probabilities: finite numbers not above 0", len(wrong)
-            actual = f"{count} of {SIDES[side]} are not, first in sample {wrong[0]}"
-            hint = "serve only the checkpoint of that step: `verify --engine` checks whether it answers with numbers"
+            expected, count = "finite log-probabilities of at most 0", len(wrong)
+            actual = f"{count} log-probabilities of {SIDES[side]} are not, the first in sample {wrong[0]}"
+            hint = "verify the checkpoint of that step with --engine, which reports answers that are not finite"
             yield Issue(expected, actual, hint, file=recording.path, count=count)
 
 
@@ -203,47 +203,48 @@ def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> I
     tally.add_to_verdict("recorded log-probabilities compared with transformers")
     facts = tally.facts.setdefault("log-probabilities of the rollout", [])
     facts.append(f"{label} from transformers in float32, {recorded.tokens} tokens of {len(rows)} samples: {recorded}")
-    facts.append(f"that is {recorded.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
+    facts.append(f"this is {recorded.mean / unit:.2f} times the noise: transformers in {dtype} from float32, {noise}")
     if not np.isfinite(recorded.mean):
-        actual = f"transformers computes {recorded.mean} for recorded tokens"
-        hint = "first verify the checkpoint without the rollout: its values or its config are broken"
-        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
+        actual = f"transformers computes {recorded.mean} for the recorded tokens"
+        hint = "verify the checkpoint without the rollout first: its values or its config are wrong"
+        yield Issue("finite log-probabilities from the checkpoint in float32", actual, hint)
         return
     if not np.isfinite(noise.mean):
-        raise CannotCheck(f"transformers computes no numbers in {dtype}, so its noise is not known")
+        raise CannotCheck(f"transformers computes NaN in {dtype}, so the noise of this dtype is not known")
     if recorded.tokens < _FEW:
         raise CannotCheck(f"{recorded.tokens} tokens are too few to judge a difference of {recorded.mean:.4f} nats")
     doubt = _doubt(subject, recording, [part for part, _, _ in rows])
     if recorded.mean > FURTHEST * unit:
         times = f"{recorded.mean / unit:.1f} times"
         if doubt:
-            raise CannotCheck(f"{times} the noise away ({recorded}), but {doubt}")
+            raise CannotCheck(f"log-probabilities of {label} differ by {times} the noise ({recorded}), but {doubt}")
         made = f" {recording.versions[0]}" if recording.versions else ""
-        jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (recorded.k3 < _JITTER)
-        hint = f"{jitter}verify the checkpoint of weight version{made}, in the format that was served"
+        jitter = f"ignore a KL below {_JITTER:g}, which miles' guide calls kernel jitter, or " * (recorded.k3 < _JITTER)
+        hint = f"{jitter}verify the checkpoint of weight version{made} in the format that the engine served"
         expected = f"log-probabilities of {label} within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
-        yield Issue(expected, f"{times}: {recorded}", hint, file=recording.path, severity=warning_if(jitter))
+        actual = f"{times} the noise: {recorded}"
+        yield Issue(expected, actual, hint, file=recording.path, severity=warning_if(jitter))
         return
     for row in rows:
         part, (one, own) = row[0], _gaps([row], side)
         if one.tokens >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
             if doubt:
-                raise CannotCheck(f"sample {part.index} of {label} is not the checkpoint's, but {doubt}")
+                raise CannotCheck(f"another model seems to have made sample {part.index} of {label}, but {doubt}")
             expected = f"sample {part.index} of {label} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
-            yield Issue(expected, str(one), "other weights or another prompt generated it", file=recording.path)
+            yield Issue(expected, str(one), "compare the weights and the prompt of this sample", file=recording.path)
 
 
 def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSample]) -> str:
     """Other possible reasons for a gap than the weights, or ""."""
     doubts = []
     if any(part.temperature is None for part in parts):
-        doubts.append("the file has no temperature, and 1 was used: give --rollout-temperature")
+        doubts.append("the file has no temperature, so 1 was used: pass --rollout-temperature")
     if len(recording.versions) > 1:
-        doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
+        doubts.append(f"several weight versions generated the samples ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
-        doubts.append("they were sampled with top-p, and may be relative to the remaining tokens")
+        doubts.append("the engine sampled with top-p, which can raise recorded log-probabilities")
     if subject.is_megatron and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
-        doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
+        doubts.append("the HF directory is quantized, so an engine that serves it has rounded the weights")
     return "; ".join(doubts)
 
 
@@ -251,7 +252,7 @@ def _has_prompts(subject: Subject) -> None:
     """Raises NotApplicable for the trainer's own files, which have no prompts."""
     _has_rollout(subject)
     if not rollouts.recorded_prompts(subject):
-        raise NotApplicable("the file of --rollout-data has no prompts with their tokens")
+        raise NotApplicable("the file of --rollout-data has no prompts with tokens")
 
 
 @check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
@@ -260,18 +261,17 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     path, root = subject.options.rollout_data, rollouts.tokenizer_directory(subject)
     files = SideFiles(root)
     if not files.has_vocabulary and not files.sentencepiece:
-        raise CannotCheck(f"{root} has no tokenizer to render the recorded prompts with")
+        raise CannotCheck(f"{root} has no tokenizer, which is needed to render the recorded prompts")
     renderings = rollouts.run_templates(subject)
     tally.compared(len(renderings))
     tally.add_to_verdict("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
-    facts = tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"]
-    facts += [f"equal with {option}, which is not recorded (sample {index})" for option, index in assumed.items()]
+    facts = tally.facts["prompts of the rollout"] = [f"transformers rendered {len(renderings)} different prompts"]
+    facts += [f"sample {index} is equal with {option}, which is not recorded" for option, index in assumed.items()]
     if one := next((one for one in renderings if one.refused), None):
-        actual, hint = f"it refuses those of sample {one.index}: {one.refused}", "copy the template from the release"
+        actual, hint = f"sample {one.index} is refused: {one.refused}", "copy the template from the release"
         yield Issue("messages that the chat template accepts", actual, hint, file=path)
     if different := [one for one in renderings if one.different]:
         one, count = different[0], f"{len(different)} of {len(renderings)} prompts differ"
-        hint = "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs"
-        expected = f"the tokens that were recorded for sample {one.index}"
-        yield Issue(expected, f"{one.different}; {count}", hint, file=path)
+        hint = "compare tokenizer and chat template with the release, and check the job's --apply-chat-template-kwargs"
+        yield Issue(f"the recorded tokens of sample {one.index}", f"{one.different}; {count}", hint, file=path)

@@ -20,7 +20,7 @@ from ckptkit.verify.witnesses.runner import inconclusive
 
 DECODING = "with speculative decoding"
 _FP8_CACHE = "a key-value cache in FP8 (--kv-cache-dtype)"
-_CACHE_HINT = f"only {_FP8_CACHE} uses these, and no update sends them: with such a cache release only kv_cache"
+_CACHE_HINT = f"with {_FP8_CACHE}, release only kv_cache: no update sends these scales, and nothing else uses them"
 FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md lists sound and broken models
 
 
@@ -36,16 +36,16 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         broken, count = not_finite_logprobs(outputs)
         tally.compared(count)
         if broken:
-            yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
+            yield Issue("a finite log-probability for every token", f"{broken} of {count} are not finite, {name}")
 
 
 def _tensor_facts(report: EngineReport) -> list[str]:
     if not report.held:
         return []
-    line = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
+    line = f"read back {report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB"
     line += f", {report.draft_held} of them of the draft model" if report.draft_held else ""
     changing = map(summarize, group_by_pattern(report.volatile))
-    return [line, *(f"change from request to request, not compared: {text}" for text in changing)]
+    return [line, *(f"not compared, since requests change them: {text}" for text in changing)]
 
 
 @check("CK512", stage="engine", needs=("update",))
@@ -88,7 +88,7 @@ def _why_incomplete(label: str, decoding: str, run: EngineRun, kind: str) -> str
     if not run.report.complete:
         return str(inconclusive(f"{prefix}the engine ended", run.failed))
     if not any(step.name.startswith(kind) for step in run.report.reloads):
-        return f"{prefix}not run, since {label} refused an update before it (CK512, CK513)"
+        return f"{prefix}not run because {label} refused an earlier update (CK512, CK513)"
     return None
 
 
@@ -96,23 +96,23 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     """The differences after a step, without those of `other`, the same step of another engine."""
     other, label = other or Reload(step.name), running_engine(subject).label
     if step.refused:
-        hint = "update it by tensor, which was tried and is checked above"
+        hint = "update by tensor instead, as the steps before this one did"
         if step.tried:
-            hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
+            hint = f"use another kind of update: {label} cannot load this checkpoint again (later steps were not run)"
         if step.refused != other.refused:
-            actual = f"refused while {step.name}: {step.refused}"
+            actual = f"{label} refuses {step.name}: {step.refused}"
             yield Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
         return
     expected = "the bits of the first load"
-    hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
+    hint = f"do not train with this kind of update: after it {label} serves other weights than after a start"
     for key in sorted({*step.changed} - {*other.changed}):
         rank, _, name = key.partition(" ")
-        actual = f"other bits{' in the draft model' * name.startswith(DRAFT)} after {step.name}"
+        actual = f"different bits{' in the draft model' * name.startswith(DRAFT)} after {step.name}"
         is_scale = running_engine(subject).has_default(name)
         its_hint, severity = _CACHE_HINT if is_scale else hint, warning_if(is_scale)
         yield Issue(expected, actual, its_hint, names=[name], rank=rank, severity=severity, file=None)
     named = {key.partition(" ")[2].removeprefix(DRAFT) for key in (*step.changed, *other.changed)}
-    actual = f"{label}'s weight checker found other bits after {step.name}"
+    actual = f"{label}'s weight checker found different bits after {step.name}"
     yield Issue(expected, actual, hint, names=sorted({*step.unequal} - named - {*other.unequal}), file=None)
 
 
@@ -134,17 +134,17 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts["log-probabilities"] = [
         f"{label} from transformers in float32: {measured}",
         f"transformers in {dtype} from float32: {noise}",
-        f"{label} from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
-        f"{label} is {measured.mean / unit:.2f} times the noise away",
+        f"{label} from its first to its second answer: mean {between.mean:.4f}, largest {between.largest:.3f}",
+        f"{label} differs by {measured.mean / unit:.2f} times the noise",
     ]
     bound = f"{FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
     if not measured.mean <= FURTHEST * unit:  # NaN too
-        yield Issue(f"log-probabilities within {bound}", f"{measured.mean / unit:.1f} times: {measured}")
+        yield Issue(f"log-probabilities within {bound}", f"{measured.mean / unit:.1f} times the noise: {measured}")
     if not between.mean <= FURTHEST * unit:
-        actual = f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}"
-        hint = f"{label}'s kernels for this format are nondeterministic: try another format or group size"
+        actual = f"{between.mean / unit:.1f} times the noise: mean {between.mean:.4f}, largest {between.largest:.3f}"
+        hint = f"try another format or group size: {label}'s kernels for this format are nondeterministic"
         yield Issue(f"the same answers to the same prompts, within {bound}", actual, hint)
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
-        expected = f"{best_tokens(exact)} different most probable tokens, as in transformers"
-        hint = f"run `verify --against-{running_engine(subject).name}`: a part of the model is dead"
-        yield Issue(expected, "the same most probable token at every position", hint)
+        expected = f"{best_tokens(exact)} different tokens as the most probable ones, as in transformers"
+        hint = f"run `verify --against-{running_engine(subject).name}`, since a part of the model has no effect"
+        yield Issue(expected, "the same token at every position", hint)

@@ -106,7 +106,7 @@ def _may_repack(subject: Subject) -> None:
 def _require_packed(subject: Subject) -> None:
     config = config_or_none(subject)
     if subject.is_megatron or (config is not None and not is_quantized(config)):
-        raise NotApplicable("no weight is quantized, so none is repacked without a GPU")
+        raise NotApplicable("without a GPU only quantized weights are repacked, and the checkpoint has none")
 
 
 def _findings(
@@ -125,8 +125,8 @@ def _findings(
         for names in group_by_pattern(kind):
             seen = kind[names[0]]
             is_same_name = seen.param == seen.tensor and draft is None
-            place = "" if is_same_name else f", at {seen.param} in {draft or engine.label}"
-            actual = seen.what + place + ("" if len(names) == 1 else f" ({names[0]}, for example)")
+            place = "" if is_same_name else f", in parameter {seen.param} of {draft or engine.label}"
+            actual = seen.what + place + ("" if len(names) == 1 else f" (for example {names[0]})")
             yield Issue(expected, actual, hint(seen), names=names, rank=seen.rank, severity=severity, file=None)
 
 
@@ -137,23 +137,22 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     if run.report is None:
         message = _refusal(run.failure)
         _, lacking = keys_of(raw_config_of(subject))
-        expected = f"{engine.label}'s model is built and loads the weights"
-        yield Issue(expected, message, why_refused(engine, message, lacking))
+        yield Issue(f"{engine.label} loads the model", message, why_refused(engine, message, lacking))
         return
     report = run.report
     tally.compared(report.loaded_names)
-    untested = "" if report.version in engine.tested else f" (tested are {', '.join(engine.tested)})"
+    untested = "" if report.version in engine.tested else f" (ckptkit is tested with {', '.join(engine.tested)})"
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
-    facts += [f"{report.loaded_names} tensors into {report.parameters} parameters"]
+    facts += [f"loaded {report.loaded_names} tensors into {report.parameters} parameters"]
     drafts = map(summarize, group_by_pattern(report.draft if report.draft_model is None else ()))
-    facts += [f"of multi-token prediction layers, not checked: {text}" for text in drafts]
-    facts += [f"it logged: {line}" for line in report.log[:5]]
+    facts += [f"tensors of multi-token prediction layers that were not checked: {text}" for text in drafts]
+    facts += [f"{engine.label} logged: {line}" for line in report.log[:5]]
     clashes, python = quirks(engine.name, "clashes", report.version), interpreter_of(engine, subject)
     facts += [known.message for known in clashes if python.release(known.when["package"])]
     for names in group_by_pattern(report.requantized):
-        change = f"by up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
-        facts.append(f"requantized for its kernel: {summarize(names)}, {change}")
+        change = f"up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
+        facts.append(f"{engine.label} quantizes {summarize(names)} again for its kernel, which changes {change}")
     tally.facts[engine.label] = facts
 
 
@@ -174,8 +173,8 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
     config = config_of(subject)
     packed = subject.is_hf and bool(weights_of(config))
     expected = "written into its own parameter"
-    of_cache = f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "
-    of_cache += "gets a scale of 1, one in the model's dtype needs none"
+    of_cache = f"serve with a cache in the model's dtype: {engine.label}'s class loads no cache scales and uses 1 for "
+    of_cache += "a cache in FP8 (--kv-cache-dtype)"
     for report, draft in _reports(engine, subject):
         tally.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
@@ -189,15 +188,15 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor against each place that the engine wrote it to, before any repacking."""
     expected = "a dtype that holds the value exactly"
-    harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
+    harmless = "convert with --dtype if the loss matters; the files are right"
     for report, draft in _reports(engine, subject):
         tally.compared(report.tensors, nbytes=report.bytes)
         yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
-            computed = f"{len(report.computed)} parameters from the tensors, for example {report.computed[0]}"
-            raise CannotCheck(f"{draft or engine.label} computed {computed}: those were not compared")
+            computed = f"{len(report.computed)} parameters that {draft or engine.label} computes from several tensors"
+            raise CannotCheck(f"{computed} were not compared, for example {report.computed[0]}")
 
 
 def _may_have_experts(subject: Subject) -> bool:
@@ -212,13 +211,13 @@ def _may_have_experts(subject: Subject) -> bool:
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """After loading, the router of every layer with experts is written, finite, and not constant."""
-    hint = "compare it with the source (--source), and restore it from there"
+    hint = "compare the router with the source (--source), and restore it from there"
     if weights_of(config_of(subject)):
         ignore = f"add `{keep_router(config_of(subject))}` to quantization_config.ignore"
-        hint = f"if CK301 names it as packed, {ignore} and quantize again; else {hint}"
+        hint = f"if CK301 reports that the router is packed, {ignore} and quantize again; else {hint}"
     for report, draft in _reports(engine, subject):
         tally.compared(report.routers_seen)
-        yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
+        yield from _findings(engine, report.routers, "a router that distinguishes experts", lambda seen: hint, draft)
 
 
 @each_engine(6, applies_to=_may_repack)
@@ -227,15 +226,15 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
-            without = f"--accept {engine.codes}6 goes on without this"
-            raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
+            without = f"run on a GPU, or accept this with --accept {engine.codes}6"
+            raise CannotCheck(f"{engine.label}'s kernels that repack weights need CUDA: {without}")
         tally.compared(report.repacked_seen)
         why = partial(why_not_repacked, engine, report.version)
         yield from _findings(engine, report.repacked, "the loaded values in the kernel's order", why, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
             example = report.unchecked[0] + (f" in {draft}" if draft else "")
-            raise CannotCheck(f"ckptkit cannot predict how {len(report.unchecked)} were repacked, such as {example}")
+            raise CannotCheck(f"ckptkit does not know how {len(report.unchecked)} are repacked, such as {example}")
 
 
 @each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))
@@ -244,8 +243,8 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
     if engine_sizes(engine, subject) is None:
         sizes = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        why = f"an engine cannot have {given}: {engine.sizes}, and tp / ep ranks cut an expert"
-        hint = "give these sizes with --against-megatron only"
+        why = f"it does not support {given}: {engine.sizes}, and tp / ep ranks split an expert"
+        hint = "pass these sizes with --against-megatron only"
         raise CannotCheck(f"{engine.label} was loaded on one rank, since {why}; {hint}")
     tally.compared(_report(engine, subject).sizes.ranks)
     yield from ()
@@ -256,26 +255,26 @@ def _has_draft_layers(subject: Subject) -> bool:
     return config is not None and bool(draft_prefixes(config))
 
 
-@each_engine(8, applies_to=only_if(_has_draft_layers, "there are no multi-token prediction layers"))
+@each_engine(8, applies_to=only_if(_has_draft_layers, "the model has no multi-token prediction layers"))
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then compare too."""
     report, failure = _report(engine, subject), run_engine_load(subject, engine).failure
     draft = report.draft_model
     if failure is not None and failure.verdict:
-        hint = "serve without speculative decoding, which leaves these layers out"
+        hint = "serve without speculative decoding, so that these layers are not loaded"
         if weights_of(config_of(subject)):
-            hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
-        expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
+            hint = f"check `ignore` for {engine.label}'s draft class with `ckptkit lint`, or {hint}"
+        expected = f"{engine.label} builds its draft class and loads the multi-token prediction layers"
         yield Issue(expected, str(failure), hint, names=report.draft, as_one=True)
         return
     if draft is None:
-        nothing = f"{engine.label} was given no tensor of the multi-token prediction layers"
+        nothing = f"{engine.label} got no tensor of the multi-token prediction layers"
         raise CannotCheck(f"the draft model was not checked: {failure}" if failure else nothing)
     tally.compared(draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
-        f"{draft.model}, {draft.loaded_names} tensors into {draft.parameters} parameters; embeddings and "
-        f"output layer are those of {report.model}",
-        *(f"it logged: {line}" for line in draft.log[:5]),
+        f"{draft.model} loaded {draft.loaded_names} tensors into {draft.parameters} parameters, and shares embeddings "
+        f"and output layer with {report.model}",
+        *(f"{engine.label} logged: {line}" for line in draft.log[:5]),
     ]
     yield from ()
 
@@ -288,22 +287,22 @@ def keep_router(config: Mapping[str, Any]) -> str:
 def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -> str:
     """The hint if an engine did not load the model; `lacking` are keys missing in config.json (CK731)."""
     if (match := _NO_KEY.search(message)) is None:
-        return f"compare config.json with the release; run `{engine.server}` on the directory to see the complete log"
-    release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
+        return f"compare config.json with the release, or run `{engine.server}` on the directory for the complete log"
+    release = "take config.json from the release: transformers 5 writes only keys of its own class"
     for key, value in lacking.items():
         if key.rpartition(".")[2] == match[1]:
             return f"add {format_keys({key: value})} to config.json, or {release}"
-    return f"{engine.label} reads {match[1]} of config.json, which does not have it: {release}"
+    return f"{release}; {engine.label} needs {match[1]}, which config.json does not have"
 
 
 def why_unwritten(engine: EngineFacts, seen: Observation, promised: Collection[str], lost: Collection[str] = ()) -> str:
     """The hint for a parameter that was not written; `lost` are missing tensors of a vision tower."""
     if lost and seen.tensor not in promised:
-        return "the checkpoint lacks a part of the vision tower, which CK730 names: copy its tensors from the release"
+        return "copy the missing tensors of the vision tower (CK730) from the release"
     if seen.tensor == seen.param and seen.tensor not in promised:
-        other = f"{engine.label}'s class has a parameter that config.json promises no tensor for"
-        return f"{other}: it builds another layer; {engine.codes}3 lists the tensors that it drops"
-    return f"the tensor is missing from the checkpoint, or {engine.codes}3 lists the name under which it was dropped"
+        other = f"{engine.label}'s class has a parameter without a tensor in this model"
+        return f"compare config.json with the release: {other} ({engine.codes}3 lists dropped tensors)"
+    return f"restore the tensor, or its name: {engine.codes}3 lists the tensors that {engine.label} drops"
 
 
 def why_dropped(
@@ -311,8 +310,8 @@ def why_dropped(
 ) -> str:
     """The hint for a tensor that was dropped; `packed`: in a quantized checkpoint."""
     if seen.original is not None:
-        shared = f"{engine.label}'s draft model shares embeddings and output layer with the model"
-        return f"{shared}: make the copies equal, or leave them out"
+        shared = f"{engine.label}'s draft model uses embeddings and output layer of the model"
+        return f"make the copies equal, or remove them: {shared}"
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
         return why_no_scale(engine, seen.tensor, report)
     name = f"{engine.label}'s {report.model}"
@@ -324,29 +323,29 @@ def _why_unpacked(engine: EngineFacts, name: str, config: Mapping[str, Any]) -> 
     """The hint if only the engine or only the checkpoint has the module quantized."""
     module = name.rpartition(".")[0]
     if name.endswith(INT4_ENDINGS) and f"{module}.weight" in (*routers(config), *routers(config, draft=True)):
-        fix = f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
-        return f"{engine.label} builds the router unquantized and silently ignores packed tensors for it; {fix}"
+        fix = f"add `{keep_router(config)}` to quantization_config.ignore and store the router unquantized"
+        return f"{fix}: {engine.label} builds it unquantized and silently ignores packed tensors"
     if name.endswith(INT4_ENDINGS):
-        return f"{engine.label} builds {module} unquantized: store it so and list it in quantization_config.ignore"
+        return f"store {module} unquantized, as {engine.label} builds it, and add it to quantization_config.ignore"
     if name.endswith("_proj.weight"):
-        fix = "pack it, or ignore it by a regex that also matches the fused name (qkv_proj, gate_up_proj)"
-        return f"{engine.label} builds {module} quantized: {fix}"
+        fix = "or add a regex to `ignore` that also matches the fused name (qkv_proj, gate_up_proj)"
+        return f"pack {module}, as {engine.label} builds it, {fix}"
     return None
 
 
 def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
     """The hint for scales of FP8 blocks, if the engine's class loads none, or none of this module."""
     if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
-        fix = "dequantize it, or quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
-        return f"{engine.label}'s {report.model} loads no scales of FP8 blocks under this name: {fix}"
+        fix = "dequantize the model, or quantize the BF16 release with `ckptkit quantize --scheme fp8-channel`"
+        return f"{fix}: {engine.label}'s {report.model} has no parameter for scales of FP8 blocks"
     module = name.rpartition(".")[0]
-    return f"{engine.label} builds {module} without FP8: use BF16, and list it in config.json (modules_to_not_convert)"
+    return f"store {module} in BF16, as {engine.label} builds it, and add it to modules_to_not_convert in config.json"
 
 
 def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
     """The hint for a dense MLP if the engine's class builds experts there."""
     config, layer = language_part(config), LAYER.match(seen.tensor)
-    if not layer or ".mlp." not in seen.tensor or "elements were written" in seen.what:
+    if not layer or ".mlp." not in seen.tensor or seen.is_partial:
         return None
     number = int(layer[1])
     if number in (config.get("mlp_only_layers") or ()):
@@ -355,18 +354,18 @@ def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]
         key = "decoder_sparse_step"
     else:
         return None
-    builds = f"it does not read {key} of config.json and builds experts in layer {number}"
-    return f"{model} has no parameter {seen.param}: {builds}, so it cannot serve this model"
+    builds = f"ignores {key} of config.json and builds experts in layer {number}"
+    return f"serve this model with another engine: {model} {builds}, so it has no parameter {seen.param}"
 
 
 def _why_unknown(seen: Observation, model: str) -> str:
     if seen.tensor.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        return "engines read one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
-    if "elements were written" in seen.what:
-        fix = "compare the sizes in config.json with the release; a class may not read all (for example head_dim)"
-        return f"{model} builds {seen.param} smaller than the tensor and leaves out the rest: {fix}"
+        return "save with save_original_format=True, or convert to Megatron and back: engines read a tensor per expert"
+    if seen.is_partial:
+        fix = "compare the sizes in config.json with the release; a class may ignore some (for example head_dim)"
+        return f"{fix}: {model} builds {seen.param} smaller than the tensor and drops the rest"
     compare = "compare architectures in config.json and the name of the tensor with the release"
-    return f"{model} has no parameter {seen.param}: {compare}"
+    return f"{compare}: {model} has no parameter {seen.param}"
 
 
 def why_not_repacked(engine: EngineFacts, release: str, seen: Observation) -> str:
@@ -376,5 +375,5 @@ def why_not_repacked(engine: EngineFacts, release: str, seen: Observation) -> st
         if known.is_about(param, {}):
             return known.message
     if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
-        return "the sizes may be outside the kernel's limits: try another group size, or compare unquantized weights"
-    return f"the kernel's limits are not the cause: please report it, with the version of {engine.label}"
+        return "try another group size or unquantized weights: the sizes may be outside the kernel's limits"
+    return f"report this with the version of {engine.label}: the kernel's limits are not the cause"

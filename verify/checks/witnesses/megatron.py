@@ -20,7 +20,7 @@ from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, sta
 
 Seen = tuple[int, TensorSeen]
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
+_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks selects only some ranks")
 
 
 @once
@@ -58,25 +58,25 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
     tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     if run.not_found:
-        hint = "a trainer gets the root and loads the iteration in its tracker: write it, or verify the other one"
-        yield Issue("the tracker next to it names this checkpoint", run.not_found, hint)
+        hint = "correct the tracker, from which a trainer takes the iteration, or verify the iteration that it names"
+        yield Issue("a tracker that names this checkpoint", run.not_found, hint)
     for error in dict.fromkeys(run.failures.values()):
         failed = format_ranks(rank for rank, found in run.failures.items() if found == error)
-        hint = "this is Megatron's own error; training would stop on it too"
+        hint = "fix the cause of Megatron's error, at which training would stop too"
         yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
-        saved = f"the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as trainers save them"
-        tally.note(f"CK401: norms have only {saved}; Megatron's local spec, which ran here, has other names for them")
+        saved = f"norms have the names of Transformer Engine's layers, as in training ({fold(sorted(renamed))[0]})"
+        tally.note(f"CK401: {saved}; Megatron's local spec, which ran here, uses other names, which were mapped")
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
-    hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
+    hint = "compare the launch arguments with the release: Megatron would keep random values in this parameter"
     for names in group_by_pattern(requests):
         by = format_ranks(rank for name in names for rank in requests[name])
-        yield Issue("on disk, because Megatron requests it", "not on disk", hint, names=names, rank=by)
+        yield Issue("stored, because Megatron requests it", "not stored", hint, names=names, rank=by)
     if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
+        tally.note(f"--ranks: only {ranks} are checked")
         return
     yield from _not_requested(run.reports, set(_names(subject)))
 
@@ -86,8 +86,8 @@ def _not_requested(reports: Sequence[RankReport], names: Container[str]) -> Iter
     # A norm with two names is requested under one of them.
     alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
     left = [key for key, other in alias.items() if other is None or other in missing]
-    hint = "Megatron builds no such parameter from config.json; if CK104 fails too, it names the key that disagrees"
-    yield Issue("requested by at least one rank", "not requested", hint, names=left)
+    hint = "compare config.json with the release: Megatron builds no such parameter from it (see also CK104)"
+    yield Issue("requested by at least one rank", "no rank requests it", hint, names=left)
 
 
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
@@ -101,7 +101,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     # Megatron updates biases of routers in float32.
     narrow = [one for one in seen if one[1].name.endswith(".router.expert_bias") and one[1].dtype != "float32"]
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
-    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
+    hint = "use a megatron-core that keeps these biases in float32, since rounded ones choose other experts"
     names = sorted({tensor.name for _, tensor in narrow})
     yield Issue("float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
     if subject.options.megatron.ranks:
@@ -119,8 +119,8 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for report in run.reports:
         tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
-            expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
-            hint = "ranks of one pipeline stage must hold the same layers"
+            expected, actual = (f"layers {chunk_ranges(layers)}" for layers in (stages[report.pp], report.layers))
+            hint = "report this: ranks of one pipeline stage must hold the same layers"
             yield Issue(expected, actual, hint, rank=format_ranks([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
     facts = tally.facts["pipeline stages"] = list[str]()
@@ -146,8 +146,8 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
         # Replicas read boxes of another rank, and a rank may have only padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):
-            hint = "these weights would not be trained, or not saved"
-            yield Issue("each element read by the one rank that saves it", problem, hint, names=[key])
+            hint = "report this with the parallel sizes: these weights would not be trained, or not saved"
+            yield Issue("each element read by one rank, which saves it", problem, hint, names=[key])
 
 
 def _inside(box: Box, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -175,18 +175,18 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
     """Every parameter that differs from its slice of `where`: complete layers and experts first, then tensors."""
     seen = ((report.rank, tensor) for report in run.reports for tensor in report.tensors)
     by_verdict = defaultdict(list, by_key((str(one[1].verdict), one) for one in seen))
-    lost = "config.json and the weights do not describe the same model"
-    random = "Megatron would train on random values: convert again"
+    lost = "compare config.json with the release: the weights belong to another model"
+    random = "convert again: Megatron would train on random values"
     for verdict, expected, actual, hint in (
         ("unknown", f"a tensor of {where} to compare with", "missing", lost),
-        ("unwritten", "written by the load", "unchanged by the load", random),
+        ("unwritten", "values that loading wrote", "loading wrote no values", random),
     ):
         for names in group_by_pattern(_by_name(by_verdict[verdict])):
             yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, by_verdict[verdict]))
     differing = by_verdict["differs"]
     origins = _find_origins(differing)
     for move in explain_moves(origins, stages):
-        expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
+        expected = "each layer's own values" if move.is_layers else f"the rank's slice of {where}"
         ranks = _ranks_of(move.names, differing)
         yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, as_one=True)
     # Tensors without the values of another tensor, grouped by diagnosis.
@@ -198,7 +198,7 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
             count = f"{worst.differing} of {worst.elements} elements differ in {worst.name}"
             count += f", by up to {worst.largest:.3g}"
             actual = f"{diagnosis} ({count})" if diagnosis else count
-            yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
+            yield Issue(f"the rank's slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
 
 
 def _by_name(seen: Iterable[Seen]) -> dict[str, TensorSeen]:

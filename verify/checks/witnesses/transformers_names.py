@@ -25,7 +25,7 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 def _is_requested(subject: Subject) -> None:
     if subject.is_megatron:
-        raise NotApplicable("transformers reads HF checkpoints")
+        raise NotApplicable("transformers reads only HF checkpoints")
     if "transformers" not in subject.against and not is_of_no_family(subject):
         raise NotApplicable("--against-transformers was not given")
 
@@ -35,7 +35,7 @@ def _ask(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesRep
     """Starts a process in which transformers loads these tensors. Raises CannotCheck if it is not installed."""
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
-            raise CannotCheck(f"{module} is not installed, so transformers' class was not compared")
+            raise CannotCheck(f"{module}, which builds transformers' class, is not installed")
     specs = _plain_specs(subject)
     job = NamesJob(without_quantization(subject.hf_files.config), specs)
     return specs, ask_meanwhile(job, "ckptkit.verify.witnesses.reference.names", NamesReport, START_S)
@@ -55,37 +55,37 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
         model_type = f"model_type {subject.hf_files.config.get('model_type')!r} ({named})"
-        raise CannotCheck(f"transformers has no class for {model_type}, and the checkpoint's own code is not run")
+        raise CannotCheck(f"transformers has no class for {model_type}, and ckptkit does not run the checkpoint's code")
     tally.compared(len(specs))
     config = subject.path / "config.json"
     if report.refused:
-        yield Issue("a config from which transformers builds its class", report.refused, file=config)
+        yield Issue("a config that transformers accepts", report.refused, file=config)
         return
     tally.facts["class in transformers"] = [report.model_class]
     integers = {name.rpartition(".")[2] for name in report.integers}
     where = subject.path / INDEX if subject.hf_files.index is not None else subject.path
     if report.fits:
-        missed = f"{len(report.missing)} of {len(report.own)} weights of {report.model_class} are not stored"
-        actual = f"{report.model_class}: {missed}, and transformers fills them with random numbers"
-        hint = f"set architectures to [{report.fits!r}]: its weights are the stored ones"
-        yield Issue(f"architectures that name {report.fits}", actual, hint, file=config)
+        missed = f"{len(report.missing)} of {len(report.own)} weights"
+        actual = f"architectures is {report.model_class}, of which {missed} are not stored and would be random"
+        hint = f"set architectures to [{report.fits!r}], which has the stored weights"
+        yield Issue(f"architectures is {report.fits}", actual, hint, file=config)
         return
     of_class, wrong = report.model_class, partial(Issue, file=where)
     for names in _group_missing(report.missing, report.own):
-        lost = "missing: transformers fills this weight with random numbers"
+        lost = "missing, so transformers fills this weight with random numbers"
         yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, as_one=True)
     for name, (used, *others) in report.aliases.items():
         stored = subject.checkpoint.read([used, *others])
         if odd := [other for other in others if not same_bytes(stored[used], stored[other])]:
-            actual = f"not stored: transformers uses {used}, but {summarize(odd)}, which it ties too, has other values"
-            hint = f"store {name}: releases of transformers choose different ones of tied weights"
-            yield wrong("the values that it was trained with", actual, hint, names=[name])
+            actual = f"not stored: transformers uses {used}, but the tied {summarize(odd)} has other values"
+            hint = f"store {name}, since releases of transformers choose different ones of tied weights"
+            yield wrong("the trained values of a tied weight", actual, hint, names=[name])
     # Engines read tensors that ckptkit's family promises and this class drops, such as multi-token prediction layers.
     promised = expected.shapes.keys() | expected.optional if (expected := expected_of(subject)) else frozenset()
     if dropped := sorted(set(report.unexpected).intersection(promised)):
-        tally.note(f"{report.model_class} has no parameters for {summarize(dropped)}, which engines read")
+        tally.note(f"transformers' {report.model_class} drops {summarize(dropped)}, which engines load")
     extra = [name for name in report.unexpected if name not in promised]
-    yield wrong(f"only tensors that {of_class} has", "stored, but not in the class: transformers drops it", names=extra)
+    yield wrong(f"only tensors of {of_class}", "the class has no such tensor, so transformers drops it", names=extra)
     for spec in specs:
         if spec.dtype.startswith(("int", "uint")) and spec.name.rpartition(".")[2] not in integers:
             yield wrong(f"a float, as in {of_class}", spec.dtype, names=[spec.name])

@@ -108,7 +108,7 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[S
     for reader, unread in readers.items():
         if mine <= unread and not its <= unread:
             file = min(mine)
-            words = f"it is only in {file}, which {reader} do not read"
+            words = f"the template is only in {file}, which {reader} do not read"
             yield SideDifference(file, f"chat template {name!r}", words, is_presentation=True)
 
 
@@ -143,21 +143,21 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
         entries = _named_code(here.json(file))
         is_mapped = is_mapped or bool(entries)
         if odd := [one for one in entries if one not in known]:
-            words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
+            words = f"{_CODE} names the code {shortened(odd[0])}, but not {place}"
             yield SideDifference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
         elif away := [one for one in entries if one.startswith("/")]:  # transformers reads any path
-            words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and not compared"
+            words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and was not compared"
             yield SideDifference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
     mine, its = ({name for name in side.loaded if name.endswith(".py")} for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
-            words = f"there is no such file {place}, and trust_remote_code runs it"
-            yield SideDifference(name, "no Python file of this name", words)
+            words = f"trust_remote_code runs this file, which does not exist {place}"
+            yield SideDifference(name, "no such Python file", words)
         elif name not in mine:
             if is_mapped:  # otherwise nothing runs the code
-                yield SideDifference(name, "Python file", "missing, and auto_map names code")
+                yield SideDifference(name, "the Python file", "missing, although auto_map names code")
         elif here.content(name) != there.content(name):
-            yield SideDifference(name, "Python file", f"its content is not that of the file {place}")
+            yield SideDifference(name, "the Python file", f"its content differs from the file {place}")
 
 
 def _named_code(content: Any) -> list[str]:
@@ -175,11 +175,11 @@ def _remaining_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[
     mine, its = ({name for name in side.loaded if not name.endswith(".py")} - done for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
-            yield SideDifference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
+            yield SideDifference(name, f"no {name}", f"loaders read this file, which does not exist {place}")
         elif name not in mine:
             yield SideDifference(name, name, "missing", "warning")
         elif not _is_equal(here.content(name), there.content(name)):
-            yield SideDifference(name, name, f"its content is not that of the file {place}")
+            yield SideDifference(name, name, f"its content differs from the file {place}")
 
 
 def _is_equal(content: bytes | None, other: bytes | None) -> bool:

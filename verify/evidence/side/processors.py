@@ -103,13 +103,13 @@ def _compare(
     built = _build(here, there, part, one, other)
     is_absent = other is None or ((one.part == VIDEO_PART) != (other.part == VIDEO_PART))
     if built is not None and built.refused:
-        words = f"transformers refuses them: {built.refused}"
+        words = f"transformers refuses the settings: {built.refused}"
         yield SideDifference(one.file, "settings that transformers accepts", words)
     elif is_absent and (built is None or other is None):
         if other is not None and other.part == VIDEO_PART and (built is None or built.settings):
             yield SideDifference(other.file, "settings of a processor", "missing")
         elif built is None or built.settings:
-            words = f"there is no such file {place}, and loaders read it"
+            words = f"loaders read this file, which does not exist {place}"
             yield SideDifference(one.file, "no settings of a processor", words)
     else:
         yield from _describe(one.file, built, values, others, place)

@@ -36,7 +36,7 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "a system message and a question": [_SYSTEM, _USER],
     "several turns": [_SYSTEM, _USER, _ANSWER, _USER, _ANSWER, _USER],
     "an answer at the end": [_USER, _ANSWER],
-    "reasoning apart": [_USER, _REASONED, _USER],
+    "separate reasoning": [_USER, _REASONED, _USER],
     "a call of a tool": _TOOLS,
     "a call of a tool, its answer and a question": [_SYSTEM, *_TOOLS, _ANSWER, _USER],
     "two calls of tools": [*_TOOLS[:2], _TOOLS[2], _TOOLS[2]],

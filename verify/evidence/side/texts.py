@@ -74,7 +74,7 @@ class TextAnswer:
 def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[TextAnswer], str]:
     """The answers of tokenizers and transformers up to the first difference, and the reason if there are none."""
     answers: list[TextAnswer] = []
-    reason = "the library tokenizers is not installed"
+    reason = "tokenizers is not installed"
     for library in LIBRARIES:
         is_unreadable = library == "tokenizers" and not all((root / TOKENIZER).exists() for root in (here, there))
         if find_spec(library) is None or is_unreadable:
@@ -92,7 +92,7 @@ def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequ
 def ask_library(job: TextJob) -> tuple[TextAnswer | None, str]:
     """The answer of one library, or None and the reason. A tokenizer that it refuses is an answer."""
     if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
-        return None, f"the library {missing[0]} is not installed"
+        return None, f"{missing[0]} is not installed"
     answer = ask(job, __name__, TextAnswer, _LIMIT_S)
     if (failure := answer.failure) and failure.phase == _LOADING_HERE and "install" not in failure.message:
         return TextAnswer(job.library, refused=failure.message.partition(" (at ")[0]), ""

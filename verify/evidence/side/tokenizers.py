@@ -42,13 +42,13 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     answers, reason = ask_libraries(here.root, there.root, tokens)
     if not answers and here.reads_vocabulary != there.reads_vocabulary:
         both = f"the tokenizers of {here.root} and {there.root}"
-        raise CannotCheck(f"{both} are stored in two formats, which only transformers could compare: {reason}")
+        raise CannotCheck(f"{both} are in two formats, which only transformers can compare: {reason}")
     is_explained = bool(by_vocabulary)
     found = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
     if not answers and here.tokenizer and there.tokenizer:
         mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
         if words := describe_first_difference(mine, its, ""):
-            words = f"{words} {place}; no text was tried: {reason}"
+            words = f"{words} {place}; no text was encoded: {reason}"
             found = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (found := found or list(_different_settings(here, there, place)))
     if not answers and not found and (words := _first_setting(here, there)):
@@ -127,7 +127,7 @@ def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
     if side is there:
         yield SideDifference(file, "tokenizer", "missing", count=max(1, len(there.ids)))
     else:
-        yield SideDifference(file, "no tokenizer", "a tokenizer, and none to compare it with", "warning")
+        yield SideDifference(file, "no tokenizer", "a tokenizer, which was compared with nothing", "warning")
 
 
 def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
@@ -141,11 +141,11 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDiffe
         return
     of_all = f"of the {len(its)} tokens {place} "
     parts = [
-        f"{len(missing)} {of_all}are not in it, such as {missing[0]!r}" if missing else "",
+        f"{len(missing)} {of_all}are missing, such as {missing[0]!r}" if missing else "",
         f"{len(moved)} {'' if missing else of_all}have other ids ({moved[0]!r} {mine[moved[0]]}, not {its[moved[0]]})"
         if moved
         else "",
-        f"{len(added)} are only in it, such as {added[0]!r}" if added else "",
+        f"{len(added)} tokens are added, such as {added[0]!r}" if added else "",
     ]
     another = _ANOTHER if 2 * (len(missing) + len(moved)) > len(its) else ""
     file = here.file_of_token((moved or added)[0]) if moved or added else there.file_of_token(missing[0])
@@ -165,10 +165,10 @@ def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator
             read = SideFiles.json if name.endswith(".json") else SideFiles.lines
             is_same = read(here, name) == read(there, name)
         if mine and its and not is_same:
-            yield SideDifference(name, name, f"its content is not that of the file {place}")
+            yield SideDifference(name, name, f"its content differs from the file {place}")
         elif mine and not its and (there.tokenizer or name.endswith((".json", ".txt"))):
             if not _is_of_tokenizer(name, here, there):
-                yield SideDifference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
+                yield SideDifference(name, f"no {name}", f"loaders read this file, which does not exist {place}")
         elif its and not mine and not here.tokenizer:
             yield SideDifference(name, name, "missing")
 

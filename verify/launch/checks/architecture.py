@@ -47,7 +47,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     """The launch's config, or {}, and the sides that only CK740 compares. Raises NotApplicable without any."""
     job = job_of(subject)
     if not job.stack.one_model:
-        raise NotApplicable("with settings every role is compared with the config of its model")
+        raise NotApplicable("in this launch each role has a config of its own")
     config = engine_config(job.hf) if job.hf else {}
     sides: dict[Path, Side] = {}
     for side in job.sides:
@@ -72,19 +72,19 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for side in sides if config else sides[1:]:
         tally.compared()
         if why := _incomparable(side, None if config else first):
-            tally.note(f"{why}, so its architecture is not compared")
+            tally.note(f"architectures were not compared: {why}")
             continue
         try:
             tensors, arguments = _from_config(side, config, hf) if config else _from_side(first, side)
         except UnsupportedError:
             raise
         except CkptkitError as error:
-            yield Issue("headers that can be read", error.message, error.hint or "copy it again", file=side.path)
+            yield Issue("readable headers", error.message, error.hint or "copy the file again", file=side.path)
             continue
         if tensors or arguments:
-            hint = f"give the {side.role} a checkpoint of the model that the launch trains"
-            values = [f"{name} = {actual} and not {expected}" for name, expected, actual in arguments]
-            actual = f"another one: {describe_difference(values, len(tensors))}"
+            hint = f"set the {side.role} to a checkpoint of the model that the launch trains"
+            values = [f"{name} = {actual} instead of {expected}" for name, expected, actual in arguments]
+            actual = f"another model: {describe_difference(values, len(tensors))}"
             yield Issue(f"the model of {source}", actual, hint, tensors or None, side.path, as_one=True)
 
 
@@ -102,9 +102,9 @@ def differ_in_architecture(subject: Subject, first: Side, side: Side) -> bool:
 def _incomparable(side: Side, first: Side | None) -> str | None:
     """The reason why a side is not compared, or None."""
     if any(is_legacy(one.path) for one in (side, first) if one and one.path):
-        return f"{side.role}: in Megatron's legacy format"
+        return f"the {side.role} is in Megatron's legacy format"
     if first and first.kind != side.kind:
-        return f"{first.role} and {side.role}: in two formats, without --hf-checkpoint"
+        return f"{first.role} and {side.role} are in two formats, and --hf-checkpoint was not given"
     return None
 
 
@@ -167,7 +167,7 @@ def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
     job = job_of(subject)
     given = job.arguments
     if not given.describes_model or given.anything or not given.unknown.isdisjoint(PATTERNS):
-        raise NotApplicable("the launch does not determine the class of Megatron that it builds")
+        raise NotApplicable("the launch does not show which Megatron class it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
         raise NotApplicable("custom code builds the model")
     if sides := [side for side in job.sides if side.path and side.is_megatron and not is_legacy(side.path)]:
@@ -198,7 +198,7 @@ def _other_class(path: Path, is_hybrid: bool) -> Iterator[Issue]:
         return
     if is_stored_hybrid == is_hybrid:
         return
-    hint = f"convert it: `ckptkit convert {path} OUT --dialect {'hybrid' if is_hybrid else 'mcore'}`"
+    hint = f"convert the checkpoint: `ckptkit convert {path} OUT --dialect {'hybrid' if is_hybrid else 'mcore'}`"
     known = quirk("megatron", "stacked-layers")
     is_loaded = is_hybrid and known is not None and any(_STACKED.match(key) for key in files.metadata.tensors)
     hint += f"; {known.message}" if is_loaded and known else ""
@@ -217,6 +217,6 @@ def _impossible_hybrid(config: Any, job: Job) -> Iterator[Issue]:
     if dims.tied and "/" in (job.actor.pattern or "") and (job.actor.pp or 1) > 1:
         several_stages = "tied embeddings with multi-token prediction over several pipeline stages"
         reasons.append(f"{several_stages}, which megatron-core neither saves nor loads")
-    gpt = "build GPTModel (leave out --hybrid-layer-pattern, and start pretrain_gpt.py)"
-    hint = f"{gpt}, or for several stages leave multi-token prediction out"
+    gpt = "build a GPTModel (leave out --hybrid-layer-pattern and start pretrain_gpt.py)"
+    hint = f"{gpt}, or leave out multi-token prediction if it needs several stages"
     yield from (Issue(f"a model that HybridModel supports, in {job.hf}", reason, hint) for reason in reasons)

@@ -18,14 +18,14 @@ from ckptkit.verify.launch.job import Job
 def job_of(subject: Subject) -> Job:
     """The job of the launch. Raises NotApplicable without a launch."""
     if subject.job is None:
-        raise NotApplicable("only preflight looks at a launch")
+        raise NotApplicable("only preflight reads a launch")
     return subject.job
 
 
 def engine_directory(subject: Subject) -> Path:
     """The --hf-checkpoint of the launch. Raises NotApplicable without one."""
     if subject.job is None or subject.job.hf is None:
-        raise NotApplicable("only preflight of a launch with --hf-checkpoint looks at it")
+        raise NotApplicable("the launch has no --hf-checkpoint")
     return subject.job.hf
 
 
@@ -45,4 +45,4 @@ def engine_dims(config: Mapping[str, Any]) -> ModelDims:
         raise
     except (CkptkitError, TypeError, ValueError) as error:
         reason = error.message if isinstance(error, CkptkitError) else error
-        raise NotApplicable(f"there is no usable config.json: {reason}") from error
+        raise NotApplicable(f"config.json cannot be used: {reason}") from error

@@ -32,15 +32,15 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> I
     if cut.by == "vllm":
         return
     if dims.experts and (dims.experts + cut.redundant) % cut.ep:
-        expected = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')} = {cut.ep}"
+        expected = f"a number of experts divisible by {cut.ep_option} = {cut.ep}"
         yield Issue(expected, f"{dims.experts + cut.redundant} experts", f"choose another {cut.ep_option}")
     if (padding := quirk("sglang", "vocabulary-padding")) is None:
         return
     rows = math.ceil(dims.vocab / padding.value) * padding.value
     if rows % attention and dims.heads % attention == 0:
-        expected = f"vocab_size that, padded to a multiple of {padding.value}, divides over {attention} ranks"
-        hint = f"{padding.message}; choose another {cut.asked_by}"
-        yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
+        expected = f"a vocabulary that divides over {attention} ranks after padding to a multiple of {padding.value}"
+        hint = f"choose another {cut.asked_by}: {padding.message}"
+        yield Issue(expected, f"vocab_size = {dims.vocab}, which gives {rows} rows", hint, severity="warning")
 
 
 # verl's `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
@@ -88,12 +88,12 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iter
         if is_broken and side.name not in seen:
             seen.add(side.name)
             ranks = f"each of {side.ranks} ranks" if side.ranks > 1 else "one rank"
-            expected = f"{side.name} with a part on {ranks} that divides by the FP8 block of {size}"
-            hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
+            expected = f"{side.name} with a part on {ranks} that is divisible by the FP8 block of {size}"
+            hint = f"serve with fewer tensor parallel ranks, or a larger {cut.ep_option}"
             finer = quirk("vllm", "finer-blocks") if cut.by == "vllm" else None
             is_split = finer is not None and side.can_be_split(block, dims.hidden, finer.value)
             hint += f"; {finer.message}" if finer is not None and is_split else ""
-            actual = f"{side.name} = {side.size}, {side.size / side.ranks:g} a rank"
+            actual = f"{side.name} = {side.size}, which is {side.size / side.ranks:g} per rank"
             yield Issue(expected, actual, hint, severity=warning_if(is_split))
 
 
@@ -148,15 +148,15 @@ def _attention(dims: ModelDims, ranks: int, is_vllm: bool, is_cut: bool) -> Iter
 def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterator[Issue]:
     """Heads that do not divide over ranks. Keys and values may be copied to several ranks."""
     if heads % ranks:
-        yield Issue(f"num_attention_heads that divides over {ranks} ranks{where}", f"{heads}", hint)
+        yield Issue(f"num_attention_heads divisible by {ranks} ranks{where}", f"{heads} heads", hint)
     elif groups % ranks and ranks % groups:
-        yield Issue(f"num_key_value_heads that divides {ranks} ranks, or is divided by them{where}", f"{groups}", hint)
+        yield Issue(f"a multiple or divisor of {ranks} as num_key_value_heads{where}", f"{groups} heads", hint)
 
 
 def _placement(subject: Subject) -> GpuPlacement:
     """The sizes and GPUs of the job. Raises NotApplicable for a launch that counts no GPUs."""
     if (placement := job_of(subject).placement) is None:
-        raise NotApplicable("the launch counts no GPUs")
+        raise NotApplicable("the launch has no number of GPUs")
     return placement
 
 
@@ -171,7 +171,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     roots = [(cut, job.models.get(cut.role, job.hf)) for cut in placement.cuts]
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
     if not (groups or placement.issues or cuts):
-        raise CannotCheck("the number of GPUs, or a size, is not known", "CK717")
+        raise CannotCheck("the number of GPUs or a parallel size is unknown", "CK717")
     tally.compared(max(len(cuts) + sum(len(group.products) for group in groups) + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
@@ -191,6 +191,6 @@ def _indivisible(cut: ModelSplit, config: Mapping[str, Any]) -> Iterator[Issue]:
         hint = "choose a tensor_parallel_size that divides both numbers of heads"
         for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
             if heads % cut.ranks:
-                yield Issue(f"{name} that divides over {cut.ranks} ranks{where}", f"{heads}", hint)
+                yield Issue(f"{name} divisible by {cut.ranks} ranks{where}", f"{heads} heads", hint)
     elif cut.ranks % cut.ep == 0:
         yield from engine_fit(dims, config, cut)

@@ -38,7 +38,7 @@ def _job(subject: Subject) -> Job:
     engine_directory(subject)
     job = job_of(subject)
     if not (job.arguments.of_model or job.arguments.refused):
-        raise NotApplicable("the launch gives no model arguments")
+        raise NotApplicable("the launch has no model arguments")
     if job.bridge:
         reason = "miles builds the model from config.json, not from the model arguments"
         raise NotApplicable(f"--megatron-to-hf-mode bridge: {reason}")
@@ -55,11 +55,11 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     given, config = job.arguments, engine_config(root)
     for refused in given.refused:
         tally.compared()
-        actual = f"{refused.option} {refused.word.text}, at {refused.word.place}"
-        hint = "argparse refuses it, and the trainer stops: give a value of this kind"
+        actual = f"{refused.option} {refused.word.text} (at {refused.word.place})"
+        hint = "correct the value, at which argparse stops the trainer"
         yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
     if not config:
-        raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
+        raise CannotCheck("--hf-checkpoint has no readable config.json", "CK714", "CK101")
     dims, args = _dims(config, given, tally), given.known
     expected = comparable_args(dims)
     is_complete = given.describes_model and not given.anything
@@ -71,7 +71,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
             yield _issue(name, expected_value, actual, given, root)
     if code := [one.word.text for one in options_of(job.text.words) if one.name in MODULES]:
-        tally.note(f"{'; '.join(code)}: this code is not checked, only the arguments are")
+        tally.note(f"only the arguments were checked, not the code of {'; '.join(code)}")
 
 
 def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDims:
@@ -86,16 +86,16 @@ def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDim
 def _issue(name: str, expected: str, actual: str, given: Arguments, root: object) -> Issue:
     deciding = [given.values[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.values]
     places = ", ".join(dict.fromkeys(one.where for one in deciding))
-    where = f"at {places}" if places else "by default, as the launch does not give it"
+    where = f"at {places}" if places else "Megatron's default"
     file = deciding[0].file if deciding else None
-    expected, actual = f"{name} = {expected}, by {root}/config.json", f"{name} = {actual}, {where}"
+    expected, actual = f"{name} = {expected} (from {root}/config.json)", f"{name} = {actual} ({where})"
     return Issue(expected, actual, _hint(name, given), file=file)
 
 
 def _hint(name: str, given: Arguments) -> str:
     if name == "rope_scaling_factor" and given.value("use_rope_scaling"):
-        reason = "slime, miles and Megatron-LM do not pass --rope-scaling-factor to the model, so its factor is 8"
-        return f"{reason}: set it in the model provider"
+        reason = "slime, miles and Megatron-LM do not pass --rope-scaling-factor to the model and use 8"
+        return f"set the factor in the model provider: {reason}"
     if name in WITHOUT_FLAG and name not in given.values:
-        return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
+        return "set it in the config of the model before it is built: only miles' fork of Megatron-LM has an option"
     return f"correct --{name.replace('_', '-')} in the model's script, or config.json if the script is right"

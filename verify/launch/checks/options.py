@@ -46,7 +46,7 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     names = job.stack.names()
     known, seen = names.keys() | OPTIONS | engine_settings(), set[str]()
     if len(job.written) > _MAX_NAMES:
-        tally.note(f"{len(job.written)} different options: only the first {_MAX_NAMES} were checked for misspellings")
+        tally.note(f"only the first {_MAX_NAMES} of {len(job.written)} options were checked for misspellings")
     for name, word in islice(job.written.items(), _MAX_NAMES):
         for part in _parts(name):
             bare = part.strip("-")
@@ -54,9 +54,9 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 continue
             seen.add(part)
             if (meant := nearest(part, names, _FEW if len(bare) < _LONG else _MANY)) is not None:
-                actual = f"{name if part == name else f'{part} in {name}'} is not known, at {word.place}"
-                hint = f"write {meant}, as {names[meant]} has it: {job.stack.unknown}"
-                yield Issue(meant, actual, hint, file=word.file, severity="warning")
+                actual = f"{name if part == name else f'{part} in {name}'} at {word.place} is an unknown name"
+                hint = f"write {meant}, a name of {names[meant]}: {job.stack.unknown}"
+                yield Issue(f"the known name {meant}", actual, hint, file=word.file, severity="warning")
 
 
 def _parts(name: str) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _parts(name: str) -> Iterator[str]:
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
     """The conflicting options. Raises NotApplicable for a launch without known rules."""
     if (issues := job_of(subject).combinations) is None:
-        known = "slime, miles, ROLL or verl's main_ppo, the launches with known combinations of options"
-        raise NotApplicable(f"the launch is not one of {known}")
+        known = "slime, miles, ROLL and verl's main_ppo"
+        raise NotApplicable(f"ckptkit knows conflicts of options only for launches of {known}")
     return issues
 
 
@@ -94,7 +94,7 @@ def _described(subject: Subject) -> Arguments:
     """The arguments of a launch that describes its model. Raises NotApplicable for any other."""
     given = job_of(subject).arguments
     if not given.describes_model:
-        raise NotApplicable("the launch gives no model arguments")
+        raise NotApplicable("the launch has no model arguments")
     return given
 
 
@@ -108,15 +108,15 @@ def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str) -> Issue:
     value = given.get(name)
-    where = f"at {value.where}" if value.word else "by default, as the launch does not give it"
-    return Issue(expected, f"{actual}, {where}", hint, file=value.file, severity="warning")
+    where = f"at {value.where}" if value.word else "Megatron's default"
+    return Issue(expected, f"{actual} ({where})", hint, file=value.file, severity="warning")
 
 
 def _dropout(given: Arguments) -> Iterator[Issue]:
     for name in ("attention_dropout", "hidden_dropout"):
         if value := given.value(name, 0.1):
-            hint = f"give --{name.replace('_', '-')} 0.0, unless the training is meant to drop"
-            yield _warning(given, name, f"{name} = 0.0, as generation has none", f"{name} = {value}", hint)
+            hint = f"pass --{name.replace('_', '-')} 0.0, unless training needs dropout"
+            yield _warning(given, name, f"{name} = 0.0, as in generation", f"{name} = {value}", hint)
 
 
 def _precision(given: Arguments, subject: Subject) -> Iterator[Issue]:
@@ -125,8 +125,8 @@ def _precision(given: Arguments, subject: Subject) -> Iterator[Issue]:
     parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
     dtype = next((one for part in parts for key in ("dtype", "torch_dtype") if (one := part.get(key))), None)
     if given.value("fp16") and dtype == "bfloat16":
-        hint = "leave --fp16 out: values beyond 65504 become infinite"
-        yield _warning(given, "fp16", "bfloat16, as in config.json", "float16", hint)
+        hint = "leave out --fp16: values beyond 65504 become infinite"
+        yield _warning(given, "fp16", "dtype bfloat16, as in config.json", "dtype float16", hint)
 
 
 def _attention(given: Arguments) -> Iterator[Issue]:
@@ -134,20 +134,19 @@ def _attention(given: Arguments) -> Iterator[Issue]:
     if backend in _UNSPLIT and ranks > 1:
         actual = f"attention_backend = {backend} with context_parallel_size = {ranks}"
         hint = "choose flash or fused, or --context-parallel-size 1"
-        expected = "a backend with context parallelism: flash, fused or auto"
-        yield _warning(given, "attention_backend", expected, actual, hint)
+        yield _warning(given, "attention_backend", "flash, fused or auto with context parallelism", actual, hint)
 
 
 def _experts(given: Arguments) -> Iterator[Issue]:
     if not given.value("num_experts", 0) or given.anything:
         return
     if (dtype := given.value("moe_router_dtype", "nothing")) not in (None, "fp32", "fp64"):
-        hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine"
+        hint = "pass --moe-router-dtype fp32: in bfloat16, close scores choose other experts than in the engine"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", f"moe_router_dtype = {dtype}", hint)
     if given.lacks("moe_permute_fusion"):
         # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of nondeterministic
         # functions on CUDA. The size of the effect was not measured.
-        hint = "give it: without it Megatron adds up a token's experts in an order that changes from run to run"
+        hint = "pass --moe-permute-fusion: without it Megatron adds experts in an order that changes from run to run"
         yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)
 
 
@@ -174,12 +173,12 @@ def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:
         expected = f"a chat template, since {template.place} has {_TEMPLATE}"
-        actual = "none in chat_template.jinja, tokenizer_config.json or chat_template.json"
-        hint = "a base model has none: give the instruct release, copy its chat_template.jinja, or leave the option out"
+        actual = "no template in chat_template.jinja, tokenizer_config.json or chat_template.json"
+        hint = f"pass the instruct release as --hf-checkpoint, copy its chat_template.jinja, or leave out {_TEMPLATE}"
         yield Issue(expected, actual, hint, file=root)
     vocabulary = language_part(engine_config(root)).get("vocab_size")
     for word in ids:
         if not word.text.isdecimal() or (isinstance(vocabulary, int) and int(word.text) >= vocabulary):
-            expected = f"token ids below the vocab_size of config.json, {vocabulary}"
+            expected = f"token ids below vocab_size {vocabulary} of config.json"
             hint = "take the ids from eos_token_id of generation_config.json"
-            yield Issue(expected, f"{_STOPS} {word.text}, at {word.place}", hint, file=root)
+            yield Issue(expected, f"{_STOPS} {word.text} (at {word.place})", hint, file=root)

@@ -16,16 +16,17 @@ from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.launch.checks.engine import engine_config, job_of
 from ckptkit.verify.launch.job import Job
 from ckptkit.verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
+from ckptkit.verify.launch.words import UNSET
 
 NOT_READ = "not read"  # the fact that lists relevant words of a launch that are not read
 # A line of `Job.unread` about an unset variable.
-_UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the script nor in the environment\)")
+_UNSET = re.compile(rf"(?P<words>.+): \$\{{?(?P<name>\w+)\}}? \({UNSET}\)")
 
 
 def _sides(subject: Subject) -> Sequence[Side]:
     """The sides of a launch. Raises NotApplicable for a launch without a known path."""
     if not (sides := job_of(subject).sides):
-        raise NotApplicable("the launch names no path that is known")
+        raise NotApplicable("the launch has no known path")
     return sides
 
 
@@ -55,9 +56,9 @@ def _packed(job: Job) -> Iterator[PathIssue]:
         if not isinstance(content, Mapping) or kind.startswith(("kimi", "gpt_oss")):
             continue
         if content.get("quant_algo") == "NVFP4" or weights_of(config).get("num_bits") == 4:
-            hint = "give it the BF16 release, or convert it with `ckptkit quantize CKPT OUT --scheme none` first"
-            expected = f"BF16 weights, as the {side.role} builds its model"
-            actual = f"packed weights of 4 bits ({path}/config.json: {describe_quantization(config)})"
+            hint = "pass the BF16 release, or dequantize with `ckptkit quantize CKPT OUT --scheme none` first"
+            expected = f"BF16 weights, which the {side.role} trains"
+            actual = f"weights of 4 bits ({path}/config.json: {describe_quantization(config)})"
             yield LOAD if side.role == "actor" else REF, Issue(expected, actual, hint, file=path)
 
 
@@ -81,7 +82,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(note)
     if lines := job.unread:
         reason, tally.facts[NOT_READ] = _unread(lines)
-        raise CannotCheck(f"not read {job.stack.source}: {reason}")
+        raise CannotCheck(f"a part of the launch could not be read: {reason}")
     yield from ()
 
 
@@ -94,6 +95,6 @@ def _unread(lines: Sequence[str]) -> tuple[str, list[str]]:
         return f"{others[0]}{more}", others
     names = ", ".join(f"${{{name}}}" for name in unset)
     more = f", and {len(others)} more" if others else ""
-    reason = f"{names} (set neither in the script nor in the environment){more}; set it first: export "
+    reason = f"{names} ({UNSET}){more}; set it first: export "
     reason += " ".join(f"{name}=VALUE" for name in unset)
     return reason, [*(", ".join(words) for words in unset.values()), *others]

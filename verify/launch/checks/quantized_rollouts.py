@@ -31,8 +31,8 @@ _SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
 _SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
 # The values that both assert for `fp8`: key, value, default, and the advice for another value.
 _ASSERTED = (
-    ("activation_scheme", "dynamic", None, "give a checkpoint with dynamic activation scales"),
-    ("fmt", "e4m3", "e4m3", 'give a checkpoint in block FP8 of e4m3; for float8_e4m3fn, its other name, write "e4m3"'),
+    ("activation_scheme", "dynamic", None, "pass a checkpoint with dynamic activation scales"),
+    ("fmt", "e4m3", "e4m3", 'pass a checkpoint in block FP8 of e4m3, or write "e4m3" for its other name float8_e4m3fn'),
 )
 _SGLANG_OPTION = "--sglang-quantization"
 _VERL_OPTION = "actor_rollout_ref.rollout.quantization"  # with fp8 verl sends FP8, otherwise BF16
@@ -52,12 +52,12 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     root, options = _rounding(subject)
     config, where = engine_config(root), str(root / "config.json")
     if not config:
-        raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
+        raise CannotCheck("--hf-checkpoint has no readable config.json", "CK714", "CK101")
     if not is_quantized(config):
         words = {name: word for name, word in _variables(subject).items() if name == QAT_FLAG}
         expected = f"an INT4 checkpoint, since {QAT_FLAG} is set{at_places(words)}"
-        actual = f"{describe_quantization(config)}: the engine serves BF16, and silently drops INT4 updates"
-        yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
+        actual = f"{describe_quantization(config)}, so the engine serves BF16 and silently drops INT4 updates"
+        yield Issue(expected, actual, "pass the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
         return
     weights, given = weights_of(config), _variables(subject)
     expected_values = _FAKE_QUANTIZATION | ({} if options.qat_group is None else {"group_size": options.qat_group})
@@ -83,7 +83,7 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     """Directory and config of an INT4 engine that a trainer updates. Raises NotApplicable for any other."""
     root = engine_directory(subject)
     if not job_of(subject).updates:
-        raise NotApplicable("no trainer of this launch updates the engine")
+        raise NotApplicable("no trainer in this launch updates the engine")
     if subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
     config = engine_config(root)
@@ -101,8 +101,8 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         tally.compared(len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
-        expected = "INT4 weights that SGLang can reload at every update"
-        yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
+        expected = "INT4 weights that SGLang can load at every update"
+        yield Issue(expected, error.message, error.hint or "quantize the checkpoint again", file=root)
 
 
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
@@ -113,7 +113,7 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     if job.stack.name == "verl" and quantization and job.sizes[ENGINE].server == "sglang":
         return root, quantization, None
     if not job.updates or job.stack.name != "slime":
-        raise NotApplicable("the trainer of this launch is not known to pack updates for its engine")
+        raise NotApplicable("ckptkit does not know how the trainer of this launch packs updates")
     option = last(options_of(job.text.words), _SGLANG_OPTION) if subject.engine != "vllm" else None
     if quantization is None and option is None:
         raise NotApplicable("--hf-checkpoint is not quantized")
@@ -134,25 +134,25 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if content is None:
         if option is not None and option.known and option.value is not None:
             places = {option.name: option.word}
-            expected = f"an --hf-checkpoint in the format of {option.name}{at_places(places)}"
-            actual = "with an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
-            hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {option.name} out"
+            expected = f"--hf-checkpoint in the format {option.value.text.lower()} of {option.name}{at_places(places)}"
+            actual = "--hf-checkpoint is unquantized: SGLang packs it once, and updates come in BF16"
+            hint = f"quantize the checkpoint (`ckptkit quantize`) and leave out {option.name}"
             file = first_file(places) or str(root / "config.json")
-            yield Issue(expected, f"{option.value.text.lower()} {actual}", hint, file=file, severity="warning")
+            yield Issue(expected, actual, hint, file=file, severity="warning")
         return
     is_vllm, where, method = subject.engine == "vllm", str(root / "config.json"), content["quant_method"]
     formats, packer = (_SENT_TO_VLLM, "vime") if is_vllm else (_SENT, "slime or miles")
     if method not in formats and (is_vllm or content.get("quant_algo") != "NVFP4"):
         expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(formats))
-        actual = f"{shortened(method)}: {'vime sends BF16 to it' if is_vllm else 'slime sends BF16 to it, miles stops'}"
-        hint = "give a checkpoint in block FP8, INT4 or BF16"
+        actual = f"{shortened(method)}: {'vime sends BF16' if is_vllm else 'slime sends BF16, and miles stops'}"
+        hint = "pass a checkpoint in block FP8, INT4 or BF16"
         # slime passes mxfp4 through on purpose; whether the engine accepts BF16 then was not tested.
         yield Issue(expected, actual, hint, file=where, severity=warning_if(method == "mxfp4"))
     for key, expected_value, default, hint in _ASSERTED if method == "fp8" else ():
         tally.compared()
         if (value := content.get(key, default)) != expected_value:
-            actual = "not set" if value is None else shortened(value)
-            yield Issue(f"{key} = {expected_value}, which slime and miles assert", actual, hint, file=where)
+            actual = f"{key} is not set" if value is None else f"{key} = {shortened(value)}"
+            yield Issue(f"{key} = {expected_value}, which slime and miles require", actual, hint, file=where)
 
 
 def _verl_format(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterator[Issue]:
@@ -161,5 +161,5 @@ def _verl_format(job: Job, root: Path, content: Mapping[str, Any] | None) -> Ite
     if content is None or (word is not None and word.text.lower() not in ("null", "none", "")):
         return
     expected = f"{_VERL_OPTION}=fp8, or a model in BF16"
-    actual = f"{shortened(content['quant_method'])} without it: SGLang is built for it, but verl sends BF16 updates"
-    yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))
+    actual = f"a model in {shortened(content['quant_method'])} without the setting, so verl sends BF16 to SGLang"
+    yield Issue(expected, actual, f"set {_VERL_OPTION}=fp8, or pass the model in BF16", file=str(root / "config.json"))

@@ -39,7 +39,7 @@ def _pairs(subject: Subject) -> list[_Pair]:
     sides = {side.role: side for side in job.sides_with_weights()}
     pairs = [(sides[first], sides[second]) for first, second in job.sharing if {first, second} <= sides.keys()]
     if not (pairs := [(first, second) for first, second in pairs if first.path != second.path]):
-        raise NotApplicable("no two directories of this launch must have the same weights")
+        raise NotApplicable("the launch has no two directories that must have the same weights")
     return pairs
 
 
@@ -56,13 +56,13 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         elif digests is not None:
             _count(tally, "digests of weights", len(digests))
             if names := [name for name, digest, other in digests if digest != other]:
-                actual = f"different for {len(names)} of the {len(digests)} tensors that both store alike"
+                actual = f"{len(names)} of {len(digests)} tensors with the same dtype and shape differ"
                 yield _difference(pair, (here, there), "digests", actual, names, _unrelated(subject, pair))
         elif _is_made_from(here, there) or _is_made_from(there, here):
             _count(tally, "digests of weights")
         elif here.legacy or there.legacy:
             diff = f"`ckptkit diff {here.path} {there.path}` compares them"
-            skipped.append(f"{first.role} and {second.role}: no samples are read of Megatron's legacy format; {diff}")
+            skipped.append(f"{first.role} and {second.role}, since one is in Megatron's legacy format; {diff}")
         else:
             yield from _by_samples(subject, pair, (here, there), tally, skipped)
     for line in skipped:
@@ -84,8 +84,8 @@ def _difference(
 ) -> Issue:
     """The issue of tensors that differ; the `unrelated` ones are of another model."""
     (first, second), (here, there) = pair, places
-    hint = f"give both sides checkpoints of one release; `ckptkit diff {here.path} {there.path}` compares all"
-    actual += f": {len(unrelated)} matrices are another model's, or another layer's" if unrelated else ""
+    hint = f"use checkpoints of one release for both; `ckptkit diff {here.path} {there.path}` compares all values"
+    actual += f", {len(unrelated)} of them as if from another model or layer" if unrelated else ""
     # The first update replaces the engine's weights, so weights that training may have made can differ on purpose.
     severity = warning_if(ENGINE in (first.role, second.role) and (not unrelated or first.is_trained))
     expected = f"the {kind} of the {second.role}, {there.path}"
@@ -100,19 +100,19 @@ def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, sk
     try:
         samples = samples_of(_stored(here), _stored(there), tensors)
     except CkptkitError as error:
-        yield Issue("bytes that can be read", error.message, error.hint or "copy it again", file=places[0].path)
+        yield Issue("readable bytes", error.message, error.hint or "copy the file again", file=places[0].path)
         return
     reasons = "".join(f"; {count} tensors {reason}" for reason, count in samples.left_out.items())
     if not samples.compared:
-        skipped.append(f"{roles}: no tensor that both store alike{reasons}; {diff}")
+        skipped.append(f"{roles}, since they have no tensor of the same dtype and shape{reasons}; {diff}")
         return
     count = len(samples.compared)
     _count(tally, "samples of weights", count, samples.nbytes)
-    tally.note(f"{roles}: samples of {count} tensors compared, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
+    tally.note(f"{roles}: compared samples of {count} tensors, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
     if samples.left_out:
         tally.note(f"{roles}: not compared{reasons.replace(';', ':', 1)}")
     if samples.differing:
-        actual = f"different in {len(samples.differing)} of the {count} tensors with samples"
+        actual = f"{len(samples.differing)} of {count} sampled tensors differ"
         yield _difference(pair, places, "bytes", actual, samples.differing, samples.unrelated)
 
 

@@ -57,7 +57,7 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if draft.is_dir():
             yield from _draft_model(speculation, draft, subject) if speculation.known else ()
         elif not is_name and "://" not in str(draft):
-            yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
+            yield Issue(f"the draft model {draft}", "the directory does not exist", "check the path", file=draft)
     elif speculation.known:
         yield from _tokens(speculation, None)
         yield from _draft_layers(speculation, subject)
@@ -66,31 +66,31 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _draft_layers(speculation: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model."""
     method, server = speculation.method, speculation.server
-    where, registry = f"{method}, at {speculation.asked_by}", registries()[server]
+    where, registry = f"{method} at {speculation.asked_by}", registries()[server]
     if method in registry.needs_model:
-        option = '"model" of the draft' if server == "vllm" else "a draft model"
+        option = 'a "model" for the draft' if server == "vllm" else "a draft model"
         if server == "sglang" and job_of(subject).stack.one_model:
             option = "--sglang-speculative-draft-model-path"
-        yield Issue(f"{option} with {method}", f"{where}, without it", "give the draft model that was trained for it")
+        yield Issue(f"{option} with {method}", f"{where} has no draft model", "pass the draft model of this model")
         return
     root = job_of(subject).hf
     if method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
         if not any(key.startswith("dspark_") for key in (*config, *language_part(config))):
-            actual = f"{where}, with {root}: its config.json has none"
-            yield Issue("a model with layers of DSpark, or a draft model", actual, "give the draft model", file=root)
+            actual = f"{where}, but config.json of {root} has no DSpark layers"
+            yield Issue("a model with DSpark layers, or a draft model", actual, "pass the draft model", file=root)
         return
     if method not in registry.of_layers:
         return
     config = engine_config(root) if root else {}
     if root is None or not config:
-        raise CannotCheck("the engine's model has no config.json that can be read", "CK714", "CK101")
+        raise CannotCheck("the engine's model has no readable config.json", "CK714", "CK101")
     has_layers = _has_layers(subject, root, config)
     if has_layers is None and any(known.is_about("", config) for known in quirks("transformers", "unstated")):
-        raise CannotCheck("the model has such layers only by the names of its weights, which are missing", "CK104")
+        raise CannotCheck("without weights, nothing shows whether the model has such layers", "CK104")
     if has_layers is False or (has_layers is None and not _declares_layers(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
-        actual = f"{where}, with {root}: its {'config.json has' if has_layers is None else 'files contain'} none"
-        yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
+        actual = f"{where}, but {'config.json' if has_layers is None else 'the weights'} of {root} has no such layers"
+        yield Issue(expected, actual, "pass a draft model, or leave out speculative decoding", file=root)
 
 
 def _draft_model(speculation: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
@@ -106,11 +106,9 @@ def _draft_model(speculation: Speculation, draft: Path, subject: Subject) -> Ite
     version = {"EAGLE": 1, "EAGLE3": 3}.get(speculation.method.upper(), 0)
     if version and sizes.version and is_fused and version != sizes.version:
         method = "EAGLE3" if sizes.version == 3 else "EAGLE"
-        expected, actual = (
-            f"{method}, for a draft model of {method}",
-            f"{speculation.method}, at {speculation.asked_by}",
-        )
-        yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
+        expected = f"the method {method}, since the draft model is for {method}"
+        actual = f"the method {speculation.method}, at {speculation.asked_by}"
+        yield Issue(expected, actual, f"choose {method}: with another method no draft token is accepted", file=draft)
     else:
         has_layers = _declares_layers(config) or bool(_has_layers(subject, draft, config))
         yield from _class(speculation, draft, config, _names(subject, draft), has_layers)
@@ -131,23 +129,23 @@ def _class(
     registry = registries()[speculation.server]
     is_nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
     if is_sglang and is_nested and config.get("model_type") is None:
-        actual = "config.json of speculators, without model_type: SGLang, which reads it by transformers, stops"
-        yield Issue(expected, actual, "serve it with vLLM, or convert it for SGLang", file=draft, severity="warning")
+        actual = "config.json is in the format of speculators, without model_type, at which SGLang stops"
+        yield Issue(expected, actual, "serve with vLLM, or convert it for SGLang", file=draft, severity="warning")
     if not class_name or is_nested or method not in registry.of_class or (has_layers and method != "EAGLE3"):
         return
     other = next((one for one in ("dspark", "dflash") if one in class_name.lower() and one != method.lower()), None)
     is_language_model = not is_draft(config) and all(class_name not in one.drafts for one in registries().values())
     if is_language_model and names and {FUSION, f"model.{FUSION}"}.isdisjoint(names):
-        actual = f"{class_name}, a language model without {FUSION} in its files"
-        hint = f"give a model that was trained for it, or name {'STANDALONE' if is_sglang else 'draft_model'}"
+        actual = f"{class_name} is a language model and has no tensor {FUSION}"
+        hint = f"pass a draft model for {method}, or choose the method {'STANDALONE' if is_sglang else 'draft_model'}"
         yield Issue(expected, actual, hint, file=draft)
     elif is_language_model and is_sglang and (names or method == "EAGLE3"):
-        actual = f"{class_name}, the class of a language model, which {registry.release} loads instead of a draft class"
+        actual = f"architectures is {class_name}, so {registry.release} loads it as a language model"
         draft_class = f"{class_name}Eagle{'3' if method == 'EAGLE3' else ''}"
-        hint = f"name the draft class in architectures, as {draft_class} for {class_name}"
+        hint = f"set architectures to a draft class, such as {draft_class}"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif other:
-        actual, hint = f"{class_name}, the class of a draft model for {other}", f"name {other} as the method"
+        actual, hint = f"{class_name} is a draft model for {other}", f"choose {other} as the method"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
 
 
@@ -161,18 +159,18 @@ def _sizes(
     except CkptkitError:
         return
     if is_other_width:
-        expected = f"a draft model for hidden states of width {other.hidden}, as in the served model"
-        yield Issue(expected, f"{sizes.target_hidden}", "give the draft that was trained for this model", file=draft)
+        expected = f"a draft model for hidden size {other.hidden}, that of the served model"
+        yield Issue(expected, f"hidden size {sizes.target_hidden}", "pass the draft model of this model", file=draft)
     vocabulary = (sizes.config if sizes.version else language_part(config)).get("vocab_size")
     if type(vocabulary) is not int or vocabulary == other.vocabulary or speculation.mixed:
         return
-    expected, actual = f"a draft model with vocab_size {other.vocabulary}, as the served model", f"{vocabulary}"
+    expected, actual = f"vocab_size = {other.vocabulary}, as in the served model", f"vocab_size = {vocabulary}"
     engine = {"STANDALONE": "SGLang", "draft_model": "vLLM"}.get(speculation.method)
     if sizes.version:
-        hint = "tokens of another tokenizer are rejected, or are outside the embedding: check the draft's target"
+        hint = "check which model the draft model was trained for: tokens of another tokenizer are rejected"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif engine and not is_draft(config):
-        yield Issue(expected, actual, f"{engine} stops: give a draft of the same tokenizer", file=draft)
+        yield Issue(expected, actual, f"pass a draft with the same tokenizer, else {engine} stops", file=draft)
 
 
 def _tokens(speculation: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:
@@ -180,19 +178,19 @@ def _tokens(speculation: Speculation, config: Mapping[str, Any] | None) -> Itera
     method = speculation.method
     if speculation.server != "vllm" or speculation.tokens or method == "suffix":
         return
-    expected, actual = "num_speculative_tokens", f"{method}, at {speculation.asked_by}, without it"
-    hint = "stops: give the number of draft tokens"
+    actual = f"{method} at {speculation.asked_by} has no num_speculative_tokens"
+    expected, hint = "num_speculative_tokens", "set num_speculative_tokens, without which {} stops"
     if speculation.draft is None:
-        yield Issue(expected, actual, f"vLLM {hint}")
+        yield Issue(expected, actual, hint.format("vLLM"))
         return
     if config is None or method not in (*registries()["vllm"].of_class, "draft_model", "mtp"):
         return
     is_separate = method == "draft_model" and is_draft(config)
     if method == "mtp" or config.get("speculators_config") is not None:
         # A later release may look there.
-        yield Issue(expected, actual, f"{registries()['vllm'].release} {hint}", severity="warning")
+        yield Issue(expected, actual, hint.format(registries()["vllm"].release), severity="warning")
     elif config.get("n_predict") is None and not is_separate:
-        yield Issue(expected, actual, f"vLLM {hint}")
+        yield Issue(expected, actual, hint.format("vLLM"))
 
 
 def _declares_layers(config: Mapping[str, Any]) -> bool:

@@ -17,8 +17,8 @@ from ckptkit.verify.launch.sides import ENGINE
 
 # Options of slime and miles, and SGLang's own, with which SGLang accepts and returns token ids.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
-_FURTHER = "correct if the weights were trained further; else use both of one release"
-_HINT = "give the HF directory of the model that the trainer's weights were converted from as {}"
+_FURTHER = "use both of one release, unless the weights were trained further with these settings"
+_HINT = "pass the HF directory from which the trainer's weights were converted as {}"
 
 
 def _engine(subject: Subject) -> SideFiles:
@@ -48,10 +48,10 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 # Differences of presentation are correct if the weights were trained further.
                 hint = _FURTHER if one.is_presentation else _HINT.format(option)
                 severity = warning_if(one.is_presentation or one.severity == "warning")
-                expected = f"the {one.what} of {option}"
+                expected = f"{one.what}, as in {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
-            yield Issue("files that can be read", error.message, error.hint or "copy them from the release", file=root)
+            yield Issue("readable files", error.message, error.hint or "copy them from the release", file=root)
 
 
 def _missing(subject: Subject, engine: SideFiles) -> Issue:
@@ -61,10 +61,10 @@ def _missing(subject: Subject, engine: SideFiles) -> Issue:
     """
     job = job_of(subject)
     readers = "engine and trainer load" if any(side.role == ENGINE for side in job.sides) else "the trainer loads"
-    expected = f"files of a tokenizer, which {readers} from {job.hf_option}"
+    expected = f"tokenizer files, which {readers} from {job.hf_option}"
     hint = "copy the tokenizer files from the release"
     if (given := last(options_of(job.text.words), *_SKIPPED)) is None:
-        return Issue(expected, "no tokenizer file", f"{hint} of the model", file=engine.root)
-    actual = f"no tokenizer file, and {given.name} affects only the engine"
+        return Issue(expected, "the directory has no tokenizer file", f"{hint} of the model", file=engine.root)
+    actual = f"the directory has no tokenizer file, and {given.name} affects only the engine"
     hint += ", unless the launch has a custom rollout function that accepts and returns token ids"
     return Issue(expected, actual, hint, file=engine.root, severity="warning")

@@ -121,8 +121,8 @@ def _check_size(option: str, name: str, setting: SettingValue) -> None:
     most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
     for size in setting.value if isinstance(setting.value, tuple | list) else (setting.value,):
         if isinstance(size, int) and abs(size) > most:
-            message = f"{setting.where}: {option} {shortened(str(size))} is larger than {most:,}, the most that is read"
-            raise CkptkitError(message, "correct it, or leave it out")
+            message = f"{setting.where}: {option} {shortened(str(size))} is above the maximum of {most:,}"
+            raise CkptkitError(message, "correct or remove the option")
 
 
 def _convert(kind: Kind, text: str) -> Any:
@@ -152,4 +152,4 @@ def _expected(name: str, kind: Kind) -> str:
         return "no value"
     if kind is int:
         return "a whole number"
-    return {float: "a number", str: "a word"}.get(kind, "a number, or a list of one number a layer")  # type: ignore[call-overload,no-any-return]
+    return {float: "a number", str: "a word"}.get(kind, "a number, or a list with one number per layer")  # type: ignore[call-overload,no-any-return]

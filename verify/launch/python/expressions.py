@@ -32,9 +32,9 @@ from ckptkit.verify.launch.python.values import (
 Call = Callable[[State, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
 _SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
-_NOT_KNOWN = "it depends on a value that is not known"
-_NO_LIST = "a list that is not known"
-_NO_LENGTH = Unknown("len(...)", "its length is not known")
+_NOT_KNOWN = "it depends on an unknown value"
+_NO_LIST = "the list is unknown"
+_NO_LENGTH = Unknown("len(...)", "its length is unknown")
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -82,7 +82,7 @@ def _search(node: ast.Call, pattern: Any, text: Any) -> Any:
     if not (isinstance(pattern, str) and isinstance(text, str)):
         return unknown_expression(node, _NOT_KNOWN)
     if sum(map(pattern.count, "*+{")) > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
-        return unknown_expression(node, "a pattern that is not worked out here")
+        return unknown_expression(node, "ckptkit does not evaluate this pattern")
     return getattr(re, ast.unparse(node.func).rpartition(".")[2])(pattern, text)
 
 
@@ -173,7 +173,7 @@ class Expressions:
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 truth = truth_of(self.value(test))
                 if truth is None:
-                    why = f"it depends on `{unknown_expression(test, '').source}`, which is not known"
+                    why = f"it depends on `{unknown_expression(test, '').source}`, which is unknown"
                     return merge_values(self.value(body), self.value(orelse), why)
                 return self.value(body if truth else orelse)
             case ast.List(elts=elements) | ast.Set(elts=elements):
@@ -193,7 +193,7 @@ class Expressions:
             case ast.NamedExpr(target=ast.Name(id=name), value=inner):
                 value = self.state.frames[-1][name] = self.value(inner)
                 return value
-        return unknown_expression(node, "it is not worked out here")
+        return unknown_expression(node, "ckptkit does not evaluate it")
 
     def _formatted(self, part: ast.expr) -> tuple[Any, ...]:
         match part:
@@ -202,7 +202,7 @@ class Expressions:
             case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
                 value = self.value(inner)
                 return (unknown_expression(inner, value.why),) if isinstance(value, Unknown) else split_pieces(value)
-        return (unknown_expression(part, "a format that is not worked out here"),)
+        return (unknown_expression(part, "ckptkit does not evaluate this format"),)
 
     def _name(self, node: ast.expr, name: str) -> Any:
         for names in (self.state.frames[-1], self.module.names):
@@ -223,7 +223,7 @@ class Expressions:
             return Builtin(name, getattr(value, name))
         if isinstance(value, Text) and name in ("strip", "lstrip", "rstrip"):
             return Builtin(name, lambda: _strip(value, name))
-        why = value.why if isinstance(value, Unknown) else "an attribute that is not followed"
+        why = value.why if isinstance(value, Unknown) else "ckptkit does not evaluate this attribute"
         return unknown_expression(node, why)
 
     def _object_attribute(self, node: ast.expr, value: Object, name: str) -> Any:
@@ -242,18 +242,18 @@ class Expressions:
             return join_pieces((*split_pieces(left), *split_pieces(right)))
         if not (is_known(left) and is_known(right)) or type(symbol) not in _ARITHMETIC:
             reasons = (value.why for value in (left, right) if isinstance(value, Unknown))
-            return unknown_expression(node, next(reasons, "not all of it is known"))
+            return unknown_expression(node, next(reasons, "a part of it is unknown"))
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
             items, times = (left, right) if not isinstance(left, int) else (right, left)
             if len(items) * max(0, times) > _MAX_ITEMS:
                 raise TooMuchError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
-            return unknown_expression(node, "a format that is not worked out here")
+            return unknown_expression(node, "ckptkit does not evaluate this format")
         if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > _MAX_ITEMS:
             raise TooMuchError(f"a list of more than {_MAX_ITEMS} items")
         result = _ARITHMETIC[type(symbol)](left, right)
         if isinstance(result, int) and abs(result) > _MAX_INTEGER:
-            return unknown_expression(node, "a number that no option takes")
+            return unknown_expression(node, "no option accepts such a number")
         return result
 
     def _and_or(self, node: ast.expr, is_or: bool, operands: Sequence[ast.expr]) -> Any:
@@ -271,7 +271,7 @@ class Expressions:
     def _compare(self, node: ast.expr, left: Any, symbol: ast.cmpop, right: Any) -> Any:
         if isinstance(symbol, ast.In | ast.NotIn) and isinstance(right, Environment):
             if isinstance(self.state.variable(left, None), Unknown):
-                return unknown_expression(node, "it depends on a variable that is not known")
+                return unknown_expression(node, "it depends on an unknown variable")
             return (left in self.state.objects[ENVIRONMENT]) == isinstance(symbol, ast.In)
         if isinstance(left, Text) and isinstance(symbol, ast.Is | ast.IsNot) and right is None:
             return isinstance(symbol, ast.IsNot)
@@ -296,14 +296,14 @@ class Expressions:
             elif isinstance(value, dict):
                 items |= value
             else:
-                items[unknown_expression(expression, "names that are not known")] = value
+                items[unknown_expression(expression, "unknown names")] = value
         return items
 
     def _item(self, node: ast.expr, value: Any, index: ast.expr) -> Any:
         if isinstance(index, ast.Slice):
             bounds = [bound and self.value(bound) for bound in (index.lower, index.upper, index.step)]
             known = is_known(value) and is_known(bounds)
-            return value[slice(*bounds)] if known else unknown_expression(node, "not all of it is known")
+            return value[slice(*bounds)] if known else unknown_expression(node, "a part of it is unknown")
         at = self.value(index)
         if isinstance(value, Environment):
             return self.state.variable(at, unknown_expression(node, "the variable is not set"))
@@ -332,7 +332,7 @@ class Expressions:
         if not (is_known(arguments) and is_known(named)):
             return unknown_expression(node, _NOT_KNOWN)
         if function.name == "replace" and sum(len(text) for text in arguments if isinstance(text, str)) > _SHOWN:
-            return unknown_expression(node, "a change of a text that is not worked out here")
+            return unknown_expression(node, "ckptkit does not evaluate this change of a text")
         result = function.call(*arguments, **named)
         if isinstance(result, str) and len(result) > MAX_CHARACTERS:
             raise TooMuchError(f"a text has more than {MAX_CHARACTERS} characters")
@@ -372,17 +372,17 @@ class Expressions:
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 items = _items(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
                 for number, part in enumerate(targets):
-                    self.bind(part, items[number] if items else unknown_expression(target, "a value that is not known"))
+                    self.bind(part, items[number] if items else unknown_expression(target, "an unknown value"))
             case ast.Attribute(value=inner, attr=name):
                 if isinstance(object_ := self.value(inner), Object):
                     self.state.objects[object_.number][name] = value
             case ast.Subscript(value=inner, slice=index) if isinstance(self.value(inner), Environment):
                 variables, at = self.state.objects[ENVIRONMENT], self.value(index)
-                gap = unknown_expression(target, "a variable that is not known was set")
+                gap = unknown_expression(target, "an unknown variable was set")
                 for name in [at] if isinstance(at, str) else list(variables):
                     variables[name] = value if isinstance(at, str) and isinstance(value, str) else gap
             case ast.Subscript(value=ast.Name(id=name), slice=index):
                 before, at = self.value(ast.Name(name, ast.Load())), self.value(index)
-                unknown = Unknown(name, "an item that is not known was set")
+                unknown = Unknown(name, "an unknown item was set")
                 is_item = isinstance(before, dict) and is_known(at)
                 self.state.frames[-1][name] = {**before, at: value} if is_item else unknown

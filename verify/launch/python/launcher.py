@@ -78,23 +78,23 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
     try:
         _run_commands(follower, follower.module(script), list(arguments))
     except OSError as error:
-        raise CkptkitError(f"{script}: {error.strerror or error}", "give the path of the launcher itself") from error
+        raise CkptkitError(f"{script}: {error.strerror or error}", "pass the path of the launcher") from error
     except SyntaxError as error:
         place = f"{script}:{error.lineno}" if error.lineno else str(script)
-        raise CkptkitError(f"{place}: {error.msg}", "check it with `python3 -m py_compile`") from error
+        raise CkptkitError(f"{place}: {error.msg}", "check the launcher with `python3 -m py_compile`") from error
     except (TooMuchError, RecursionError, MemoryError, ValueError) as error:
-        return LaunchText(unresolved=(f"{script}: {why_unread(error)}, so it was not read to its end",))
+        return LaunchText(unresolved=(f"{script}: {why_unread(error)}, so ckptkit did not read its end",))
     if not starts:
-        hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"
-        raise CkptkitError(f"{script}: no call of {_START} is reached", hint)
+        hint = f"pass a launcher that calls `{_START}`, or paste the command that it prints into a file"
+        raise CkptkitError(f"{script} does not call {_START}", hint)
     launches = [_launch(script, folders, one) for one in starts]
     if len({tuple(word.text for word in launch.words) for launch in launches}) > 1:
         lines = " and ".join(dict.fromkeys(f"{script}:{one.line}" for one in starts))
-        why = f"its commands start trainers with different arguments, at {lines}"
-        return LaunchText(unresolved=(f"{why}: give the name of one command as the first word after --",))
+        why = f"the commands of the launcher start trainers with different arguments, at {lines}"
+        return LaunchText(unresolved=(f"{why}: write the name of one command as the first word after --",))
     if root is None and launches[0].unresolved:
-        missing = f"{_MARKS[1]} (miles: {_TOOL}) is in no folder above it"
-        why = f"{script}: {missing}, so its imports are not known: set SLIME_DIR or MILES_DIR to the checkout"
+        missing = f"no folder above it has {_MARKS[1]} (miles: {_TOOL})"
+        why = f"{script}: {missing}, so its imports are unknown: set SLIME_DIR or MILES_DIR to the checkout"
         return replace(launches[0], unresolved=(why,))
     return replace(launches[0], directory=root)
 
@@ -144,7 +144,7 @@ def _parse_fields(kind: Class, arguments: Sequence[str], environment: Mapping[st
         field = name.removeprefix("--").replace("-", "_")
         negated = field.removeprefix("no_") if field not in kind.fields else ""
         if not name.startswith("--") or (field not in kind.fields and negated not in kind.fields):
-            raise CkptkitError(f"{name} is not an option of {kind.name}", f"its fields are {', '.join(kind.fields)}")
+            raise CkptkitError(f"{name} is not an option of {kind.name}", f"choose one of {', '.join(kind.fields)}")
         annotation = ast.unparse(kind.fields[negated or field].annotation)
         if annotation.startswith("bool") and not equals:
             values[negated or field] = not negated
@@ -195,11 +195,11 @@ def _model_pieces(script: Path, file: Path | None, model: Any, environment: Mapp
             return (" ".join(shlex.quote(word) for word in arguments.split()),)
         return split_pieces(arguments)
     if isinstance(model, str):
-        missing = f"scripts/models/{model}.sh (miles: .py) is in no folder above {script.parent.absolute()}"
+        missing = f"no folder above {script.parent.absolute()} has scripts/models/{model}.sh (miles: .py)"
         why = f"{missing}: set SLIME_DIR or MILES_DIR to the checkout that has it"
         return (Unknown(f"MODEL_ARGS of {model}", why),)
     unknown = [piece for piece in split_pieces(model) if not isinstance(piece, str)]
-    return (Unknown("MODEL_ARGS of a model", unknown[0].why if unknown else "its name is not known"),)
+    return (Unknown("MODEL_ARGS of a model", unknown[0].why if unknown else "its name is unknown"),)
 
 
 def _shell_text(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], script: Path) -> str:
@@ -266,5 +266,5 @@ def _environment(start: _Start, script: Path) -> Iterator[tuple[str, Word]]:
         if isinstance(name, str) and isinstance(value, str):
             yield name, Word(value, script, start.line)
         elif isinstance(name, str):
-            why = value.why if isinstance(value, Unknown) else "not all of it is known"
+            why = value.why if isinstance(value, Unknown) else "a part of it is unknown"
             yield name, UnresolvedWord(name, script, start.line, why)

@@ -36,7 +36,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
     def load(path: Path, named: Mapping[str, Any]) -> str | Text | Unknown:
         """The arguments in a file, which may be derived from another model's."""
         if next(count) == _MAX_FILES:
-            return Unknown(path.name, "its models are derived from one another in circles")
+            return Unknown(path.name, "its models refer to each other in a circle")
         follower = Follower(tool.absolute().parent, environment, {"load_sibling_model_args": sibling})
         follower.modules[Path()] = Module(Path())  # so that no file is `__main__`
         try:
@@ -51,7 +51,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
             return Unknown(path.name, f"{path}: {why_unread(error)}")
         if isinstance(value, str | Text):
             return _join_lines(value)
-        return value if isinstance(value, Unknown) else Unknown(path.name, f"{path} gives no text")
+        return value if isinstance(value, Unknown) else Unknown(path.name, f"{path} returns no text")
 
     def sibling(_: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """`load_sibling_model_args(__file__, NAME, ...)`."""

@@ -26,6 +26,7 @@ from ckptkit.verify.launch.python.values import (
     merge_states,
     merge_values,
 )
+from ckptkit.verify.launch.words import UnfollowedCall
 
 # The end of a block of statements, and the returned value. "" is the normal end; "unsure" means that a round of a loop
 # may have ended early. A returned value of `MISSING` is one of `Follower.returned`.
@@ -114,7 +115,7 @@ class Follower:
                     return self.module(path)
                 except (OSError, ValueError, SyntaxError, MemoryError):
                     break
-        return Unknown(name, f"the module {name} is not followed")
+        return Unknown(name, f"ckptkit does not read the module {name}")
 
     def _class(self, module: Module, node: ast.ClassDef) -> Any:
         fields: dict[str, ast.AnnAssign] = {}
@@ -123,7 +124,7 @@ class Follower:
         for base in node.bases:
             parent = self.expressions(module).value(base)
             if isinstance(parent, Unknown):
-                return Unknown(node.name, f"its base {ast.unparse(base)} is not known")
+                return Unknown(node.name, f"its base class {ast.unparse(base)} is unknown")
             if isinstance(parent, Class):
                 fields, methods = fields | dict(parent.fields), methods | dict(parent.methods)
                 modules |= parent.modules
@@ -153,7 +154,8 @@ class Follower:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]
                 attributes.update({attribute: Unknown(attribute, why) for attribute in attributes})
-        return unknown_expression(node, f"the call of {unknown_expression(node.func, '').source} is not followed")
+        why = f"ckptkit does not follow the call of {unknown_expression(node.func, '').source}"
+        return unknown_expression(node, UnfollowedCall(why))
 
     def create(self, kind: Class, named: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
         """An instance of a dataclass with these fields, and defaults for all other fields."""
@@ -313,7 +315,7 @@ class Follower:
     def _loop(self, module: Module, statement: ast.For) -> End:
         items = self.expressions(module).value(statement.iter)
         if not isinstance(items, list | tuple | dict) or statement.orelse:
-            self._forget(module, statement, f"a loop at line {statement.lineno} that is not followed")
+            self._forget(module, statement, f"ckptkit does not follow the loop at line {statement.lineno}")
             return "", None
         for item in list(items):
             self.expressions(module).bind(statement.target, item)
@@ -354,7 +356,7 @@ class Follower:
             case ast.FunctionDef(name=name) if self.state.frames[-1] is not module.names:
                 self.state.frames[-1][name] = PythonFunction(statement, module)
             case _ if not isinstance(statement, _IGNORED):
-                self._forget(module, statement, f"a statement at line {statement.lineno} that is not followed")
+                self._forget(module, statement, f"ckptkit does not follow the statement at line {statement.lineno}")
         return "", None
 
     def _expression(self, module: Module, value: ast.expr) -> None:

@@ -21,7 +21,7 @@ class TooMuchError(Exception):
 
 def why_unread(error: Exception) -> str:
     """Why a Python file was not read to its end. The parser's own errors for deep nesting have no useful text."""
-    return "it nests deeper than Python parses" if isinstance(error, RecursionError | MemoryError) else str(error)
+    return "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else str(error)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class State:
         """Counts work. Raises TooMuchError after `MAX_STEPS`."""
         self.steps[0] += count
         if self.steps[0] > MAX_STEPS or len(self.frames) > MAX_DEPTH:
-            raise TooMuchError("it does more than a launch does")
+            raise TooMuchError("it runs more steps than a launch needs")
 
     def variable(self, name: Any, default: Any) -> Any:
         """`os.environ.get(name, default)`."""
@@ -142,7 +142,7 @@ def split_pieces(value: Any) -> tuple[Piece, ...]:
         return (value,)
     if isinstance(value, str | int | float | bool) or value is None:
         return (str(value),)
-    return (str(value) if is_known(value) else Unknown("...", "a collection with values that are not known"),)
+    return (str(value) if is_known(value) else Unknown("...", "a collection with unknown values"),)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> str | Text:

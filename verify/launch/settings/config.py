@@ -56,7 +56,7 @@ class Config(Settings):
         """The resolved value of a dotted key, at the key's place, or None if absent or null. Raises UnresolvedError."""
         node = self._node(tuple(key.split(".")), 0)
         if _is_word(node, "???"):
-            raise UnresolvedError("??? is a value that the launch must give")
+            raise UnresolvedError("??? marks a value that the launch must set")
         return None if _is_word(node, NULL) else node
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
@@ -81,7 +81,7 @@ class Config(Settings):
         if len(word.text) > _MAX_CHARACTERS:
             raise UnresolvedError(f"a value of {len(word.text)} characters")
         if depth > _MAX_DEPTH:
-            raise UnresolvedError(f"{word.text} goes in circles")
+            raise UnresolvedError(f"{word.text} refers to itself")
         parts = list(_parts(word.text))
         if len(parts) == 1:
             node = self._value(parts[0][1], at, depth)
@@ -98,7 +98,7 @@ class Config(Settings):
         if not isinstance(node, Word):
             raise UnresolvedError(f"${{{inner}}} is not a single value")
         if not _SPELLED.fullmatch(node.text) and _TYPED.fullmatch(node.text):
-            raise UnresolvedError(f"${{{inner}}}: {node.text} in a text is spelled as in Python")
+            raise UnresolvedError(f"${{{inner}}}: {node.text} in a text is written as in Python")
         return node.text
 
     def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
@@ -110,7 +110,7 @@ class Config(Settings):
             else:
                 node = self._node(_absolute(self._argument(inner, at, depth), at), depth + 1)
             if node is None:
-                raise UnresolvedError(f"${{{inner}}} names no setting of this configuration")
+                raise UnresolvedError(f"${{{inner}}} refers to a setting that does not exist")
             self._values[inner, at] = node
         return self._values[inner, at]
 
@@ -141,7 +141,7 @@ class Config(Settings):
             except (ValueError, ZeroDivisionError, OverflowError) as error:
                 raise UnresolvedError(f"${{{inner}}} is not a number: {error}") from error
             return Word(str(int(value)) if value.is_integer() else str(value))
-        raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
+        raise UnresolvedError(f"${{{inner}}}: ckptkit does not know the resolver {name}")
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """The dotted key of every word, with the index for words of lists."""
@@ -193,15 +193,14 @@ class Config(Settings):
             return default if setting.known else None
         text = setting.value.replace("_", "").removesuffix(".0")
         if not (text.isdecimal() and len(text) < 10):
-            hint = "give the number that the job has"
-            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", hint)
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "set a number")
         return int(text)
 
     def size(self, key: str, default: int | None = 1) -> int | None:
         """A number of ranks, as `number`. Raises CkptkitError also for 0."""
         size = self.number(key, default)
         if size == 0:
-            raise CkptkitError(f"{key}=0 is not a number of ranks", "give 1 or more, or leave it out")
+            raise CkptkitError(f"{key}=0 is not a number of ranks", "set it to 1 or more, or remove it")
         return size
 
     def switch(self, key: str, default: bool = False) -> bool:
@@ -210,7 +209,7 @@ class Config(Settings):
         if setting.value is None:
             return default
         if setting.value.lower() not in TRUE | FALSE:
-            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is neither true nor false", "give one of them")
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not true or false", "set true or false")
         return setting.value.lower() in TRUE
 
     def is_on(self, key: str) -> bool:
@@ -227,7 +226,7 @@ class Config(Settings):
         try:
             return float(default if setting.value is None else setting.value) > 0
         except ValueError:
-            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "give the number") from None
+            raise CkptkitError(f"{key}={setting.value} ({setting.where}) is not a number", "set a number") from None
 
     def model(self, key: str) -> Path | None:
         """A model's local directory, for a name on a hub a complete snapshot, or None with the reason in `unread`."""
@@ -237,7 +236,7 @@ class Config(Settings):
             return path
         del self.unread[before:]
         if path and os.path.abspath(path) != os.path.abspath(self.stand_in):
-            note = f"--hf-checkpoint {self.stand_in} was looked at, although {self.cite(key)} is {path}"
+            note = f"--hf-checkpoint {self.stand_in} was checked, although {self.cite(key)} is {path}"
             self.notes += [] if note in self.notes else [note]
         return self.stand_in
 
@@ -245,18 +244,18 @@ class Config(Settings):
         setting = self.get(key)
         if setting.value is None:
             if setting.known:
-                self._report(f"{key} is not given, so the model is not known")
+                self._report(f"{key} is not set, so the model is unknown")
             return None
         path = Path(setting.value)
         if path.exists():
             return path
         if _REMOTE.match(setting.value):
-            self._report(f"{self.cite(key)} {setting.value}: not on this machine; copy it here and give its directory")
+            self._report(f"{self.cite(key)} {setting.value}: not on this machine; copy it here and pass its directory")
             return None
         if (hub := hub_model(setting.value, self.environment)) is None:
             return path
         if hub.path is None:
-            hint = f"give a local copy of it{' as --hf-checkpoint' if key in self.stands_for else ''}"
+            hint = f"pass a local copy of it{' as --hf-checkpoint' if key in self.stands_for else ''}"
             self._report(f"{self.cite(key)} {setting.value}: a name on a model hub, {hub.why}; {hint}")
         elif not hub.path.exists():
             note = f"{self.cite(key)} is {hub.why}"
@@ -267,7 +266,7 @@ class Config(Settings):
         """Adds a line to `unread` for every key that matches and is not false, empty or null."""
         for key in self.names():
             if pattern.search(key) and self.text(key).lower() not in ("false", "", "{}", "[]"):
-                self._report(f"{self.cite(key)} {self.text(key)}: not looked at")
+                self._report(f"{self.cite(key)} {self.text(key)}: ckptkit does not read this setting")
 
     def _report(self, line: str) -> None:
         if line not in self.unread:

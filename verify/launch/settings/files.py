@@ -29,9 +29,9 @@ class Composed:
 def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
     """Merges a file over its defaults, with `files` read before. Raises CkptkitError, also for circular defaults."""
     if files >= _MAX_FILES:
-        raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "give the file of one job")
+        raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "pass the file of one job")
     if depth > _MAX_DEPTH:
-        raise CkptkitError(f"{path}: its defaults go in circles", "a file must not build on itself")
+        raise CkptkitError(f"{path}: its defaults include the file itself", "remove the circle")
     tree = read_yaml(path)
     defaults = tree.pop("defaults", None)
     if defaults is None or (isinstance(defaults, Word) and defaults.text == NULL):
@@ -47,7 +47,7 @@ def _inherit(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int
     base = Composed({}, files=files)
     for word in defaults:
         if not isinstance(word, Word):
-            raise CkptkitError(f"{path}: defaults with something that is not a file", "give names of YAML files")
+            raise CkptkitError(f"{path}: defaults has an entry that is not a file name", "write names of YAML files")
         parent = path.parent / word.text
         if not parent.is_file():
             base = Composed(base.tree, (*base.absent, word), base.files)

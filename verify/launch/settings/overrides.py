@@ -41,7 +41,7 @@ def apply_overrides(
         keys = match[2].replace("[", ".").replace("]", "").split(".")
         value = hydra_value(match[3] or "", word)
         if "[" in match[2] or (match[1] == "~" and keys[-1].isdecimal()):
-            why = "Hydra neither reads an index in brackets nor takes elements out of a list"
+            why = "Hydra accepts neither an index in brackets nor the removal of list elements"
             changed = {**changed, keys[0]: UnresolvedWord(word.text, word.file, word.line, why)}
             continue
         is_section = len(keys) == 1 and (isinstance(changed.get(keys[0]), dict) or is_group(keys[0]))

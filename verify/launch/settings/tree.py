@@ -73,4 +73,4 @@ def _words(tree: yaml_text.Tree, path: Path | None) -> Tree:
 
 
 def _refusal(path: Path | None, why: str) -> CkptkitError:
-    return CkptkitError(f"{path or 'a value on the command line'}: {why}", "give the YAML file as the trainer reads it")
+    return CkptkitError(f"{path or 'a value on the command line'}: {why}", "pass the YAML file that the trainer reads")

@@ -43,7 +43,7 @@ def _model_arguments(shell: Shell, tool: ShellValue, model: ShellValue) -> Effec
     path = resolve_path(shell, tool.text) if tool.known and model.known else None
     if path is None or not path.is_file():
         return False, None
-    unknown = {name: Unknown(f"${name}", "a variable that is not known") for name in shell.exported}
+    unknown = {name: Unknown(f"${name}", "an unknown variable") for name in shell.exported}
     known = {name: value.text for name, value in shell.exported.items() if value.known}
     arguments = model_arguments(path, model.text, {**shell.environment, **unknown, **known})
     if isinstance(arguments, str):
@@ -89,7 +89,7 @@ def _printf(shell: Shell, words: list[ShellValue], line: int) -> Effect:
         words = words[1:]
     gaps = _join_words(words)[1]
     text = None if gaps else _format(words[0].text, [word.text for word in words[1:]])
-    unsupported = (Gap("printf", "its text is not known"),) if text is None else ()
+    unsupported = (Gap("printf", "its text is unknown"),) if text is None else ()
     if name is None:
         _write(shell, "printf" if text is None else text, unsupported)
     elif re.fullmatch(r"\w+", name):
@@ -134,7 +134,7 @@ def _cd(shell: Shell, words: list[ShellValue], _: int) -> Effect:
 
 
 def _pwd(shell: Shell, _words: list[ShellValue], _: int) -> Effect:
-    gap = () if shell.directory else (Gap("$(pwd)", "the directory is not known"),)
+    gap = () if shell.directory else (Gap("$(pwd)", "the directory is unknown"),)
     _write(shell, f"{shell.directory or '$(pwd)'}\n", gap)
     return True, True
 
@@ -230,7 +230,7 @@ def _unset(shell: Shell, words: list[ShellValue], line: int) -> Effect:
     for word in words:
         element = re.fullmatch(r"(\w+)\[.*\]", word.text, re.DOTALL)
         if not word.known:
-            shell.report(line, "unset of a name that is not known")
+            shell.report(line, "unset of an unknown name")
         elif element and shell.lookup(element[1]) is None:
             continue
         elif element:
@@ -247,7 +247,7 @@ def _let(shell: Shell, words: list[ShellValue], _: int) -> Effect:
     for word in words:
         try:
             if not word.known or "$(" in word.text:
-                raise ArithmeticFault("an expression that is not known")
+                raise ArithmeticFault("an unknown expression")
             value = evaluate_arithmetic(shell, word.text)
         except ArithmeticFault as fault:
             if match := re.match(r"\s*([A-Za-z_]\w*)", word.text):
@@ -296,7 +296,7 @@ def _shopt(shell: Shell, words: list[ShellValue], line: int) -> Effect:
     """`shopt`: two of its options would change results of this package."""
     for word in words:
         if word.text in ("nocasematch", "lastpipe"):
-            shell.report(line, f"shopt {word.text} is not followed")
+            shell.report(line, f"ckptkit does not follow shopt {word.text}")
     return True, True
 
 

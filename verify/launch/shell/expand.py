@@ -13,6 +13,7 @@ from ckptkit.verify.launch.shell.lexer import Lexer
 from ckptkit.verify.launch.shell.operators import apply_operator
 from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 from ckptkit.verify.launch.shell.values import MAX_WORDS, Gap, Shell, ShellValue, join_texts, unknown_value
+from ckptkit.verify.launch.words import UNSET
 
 # An assignment in arithmetic: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(
@@ -24,8 +25,8 @@ _NAMED = re.compile(r"[A-Za-z_]\w*|[0-9]+")
 # `[0]*3+[1]*58`, `Et*3|(tt|)*29,m|L`, `MEM*EMEM`.
 _GLOB = re.compile(r"[*?]")
 _LAYERS = re.compile(r"[\[\]\d*+(),\0]*|(?=.*\|)[EtmL\d*(),|\0]*|[ME*GD+|/-]{8,}")
-BRACES, FILES = "braces are not expanded here", "it expands to names of files"
-_UNSUPPORTED = "this change of a variable is not worked out here"
+BRACES, FILES = "ckptkit does not expand these braces", "it expands to names of files"
+_UNSUPPORTED = "ckptkit does not evaluate this change of a variable"
 
 
 @dataclass
@@ -132,7 +133,7 @@ def _expand_tilde(shell: Shell, text: str, quoted: bool, first: bool) -> ShellVa
         return ShellValue(text)
     home = shell.lookup("HOME")
     if name != "~" or home is None or not home.values:
-        return ShellValue(text, (Gap(name, "the home directory is not known"),))
+        return ShellValue(text, (Gap(name, "the home directory is unknown"),))
     return replace(home.values[0], text=home.values[0].text + slash + path)
 
 
@@ -143,11 +144,11 @@ def _add_split(fields: _Fields, value: ShellValue, quoted: bool) -> None:
         fields.add(value)
         return
     if blanks.startswith("${"):
-        fields.add(replace(value, gaps=(*value.gaps, Gap(value.text, "IFS is not known"))))
+        fields.add(replace(value, gaps=(*value.gaps, Gap(value.text, "IFS is unknown"))))
         return
     marks = re.escape("".join(blanks.split()))
     if not value.gaps and marks and re.search(rf"^[{marks}]|[{marks}]\s*[{marks}]", value.text):
-        fields.add(replace(value, gaps=(Gap(value.text, "IFS makes empty words of it"),)))
+        fields.add(replace(value, gaps=(Gap(value.text, "IFS splits it into empty words"),)))
         return
     for count, word in enumerate(_split(value, blanks)):
         if count:
@@ -271,7 +272,7 @@ def _parameter_values(shell: Shell, part: Parameter) -> list[ShellValue]:
     if part.indirect:
         return _indirect(shell, part, values)
     if part.length and not all(value.known for value in values or ()):
-        return [unknown_value(part.source, "not all of it is known")]
+        return [unknown_value(part.source, "a part of it is unknown")]
     if part.length:
         is_count = is_every or part.name in ("@", "*")
         return [ShellValue(str(len(values or ()) if is_count else len(values[0].text if values else "")))]
@@ -285,7 +286,7 @@ def _parameter_values(shell: Shell, part: Parameter) -> list[ShellValue]:
         array = shell.variables.get(part.name)
         if part.index and array and array.array and all(value.known for value in array.values):
             return [ShellValue("")]
-        return [unknown_value(part.source, "set neither in the script nor in the environment")]
+        return [unknown_value(part.source, UNSET)]
     if not part.operator:
         return values
     variable = shell.lookup(part.name)
@@ -328,12 +329,12 @@ def _look_up(shell: Shell, part: Parameter) -> list[ShellValue] | None:
     if part.name == "#":
         shell.argument_uses.append(0)
         if not all(value.known for value in shell.arguments):
-            return [unknown_value(part.source, "the number of arguments is not known")]
+            return [unknown_value(part.source, "the number of arguments is unknown")]
         return [ShellValue(str(len(shell.arguments)))]
     if part.name in ("?", "$", "!", "-", "RANDOM", "SECONDS", "BASHPID"):
-        return [unknown_value(part.source, "known only when the script runs")]
+        return [unknown_value(part.source, "only the running script knows it")]
     if part.name == "BASH_SOURCE" and part.index not in (None, "0", "@", "*"):
-        return [unknown_value(part.source, "the files that source this one are not followed")]
+        return [unknown_value(part.source, "ckptkit does not read the files that source this one")]
     if part.name in ("BASH_SOURCE", "PWD") and part.name not in shell.variables:
         path = shell.file if part.name == "BASH_SOURCE" else shell.directory
         return [ShellValue(str(path))] if path else None
@@ -373,11 +374,11 @@ def _indirect(shell: Shell, part: Parameter, values: list[ShellValue] | None) ->
     """`${!A[@]}`, the indices of an array, and `${!A}`, the value of the variable with the name in `$A`."""
     if part.index in ("@", "*"):
         if not all(value.known for value in values or ()):
-            return [unknown_value(part.source, "the elements of the array are not known")]
+            return [unknown_value(part.source, "the elements of the array are unknown")]
         return [ShellValue(str(index)) for index in range(len(values or ()))]
     name = values[0] if values else None
     if name is None or not name.known or not _NAMED.fullmatch(name.text):
-        why = "the name of the variable is not known"
+        why = "the name of the variable is unknown"
         shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops if it is not one"] = None
         return [unknown_value(part.source, why)]
     return _parameter_values(shell, replace(part, name=name.text, index=None, indirect=False))

@@ -23,7 +23,7 @@ from ckptkit.verify.launch.shell.run import follow, run_substitution
 from ckptkit.verify.launch.shell.trainers import count_processes
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, Variable, clipped
 from ckptkit.verify.launch.stacks.slime import unread
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, changes_every_start
+from ckptkit.verify.launch.words import LaunchText, UnfollowedCall, UnresolvedWord, Word, changes_every_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
 # Options with paths: relative to the program for `_OF_PROGRAM`, else to the working directory.
@@ -52,14 +52,14 @@ def read_script(
         try:
             text = read_regular(script, _MAX_BYTES).decode(errors="replace")
         except OSError as error:
-            raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script itself") from error
+            raise CkptkitError(f"{script}: {error.strerror}", "pass the path of the launch script") from error
     place = str(script) if script else "the text"
     parameters = tuple(ShellValue(word) for word in arguments)
     shell = Shell(script, Path.cwd(), environment or {}, run_substitution, parameters, script=script)
     try:
         follow(shell, parse(text or "", place))
     except TooMuchError as error:
-        return LaunchText(unresolved=(f"{place}: {error}, so it was not read to its end",))
+        return LaunchText(unresolved=(f"{place}: {error}, so ckptkit did not read its end",))
     except RecursionError:
         return LaunchText(unresolved=(f"{place}: it is nested too deeply to be read",))
     starts = list(dict.fromkeys((start.words, start.line, start.file) for start in shell.starts))
@@ -67,7 +67,7 @@ def read_script(
         return _without_trainer(shell, place, arguments)
     if len({words for words, _, _ in starts}) > 1:
         lines = " and ".join(f"{file or 'line'}:{line}" for _, line, file in starts)
-        both = f"{lines} both start a trainer: put the command that you mean into a separate script"
+        both = f"{lines} both start a trainer: put one of the commands into a separate script"
         return LaunchText(unresolved=(both, *shell.unresolved))
     return _launch(shell, shell.starts[0], [] if shell.argument_uses else arguments)
 
@@ -95,9 +95,9 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
         words, line, file = shell.lost[0]
         return _launch(shell, Start(words, (), {}, line, file, shell.directory), arguments)
     if shell.stopped:
-        hint = "set the variables that it requires in the environment of this command, as for the job"
-        raise CkptkitError(f"{place}: it ends at {shell.stopped[-1]} before a trainer starts", hint)
-    hint = "give the script that runs `python3 train.py ...`, or paste that command into a file"
+        hint = "set the variables that the script requires in the environment of this command"
+        raise CkptkitError(f"{place}: the script ends at {shell.stopped[-1]} before a trainer starts", hint)
+    hint = "pass the script that runs `python3 train.py ...`, or paste that command into a file"
     raise CkptkitError(f"{place}: no command starts a trainer (train.py, train_async.py, pretrain_gpt.py)", hint)
 
 
@@ -174,7 +174,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
 
 def _is_new(gap: Gap) -> bool:
     """Whether a part of a name is different at every start."""
-    return changes_every_start(gap.source) or (gap.why.startswith("the call of ") and changes_every_start(gap.why))
+    return changes_every_start(gap.source) or (isinstance(gap.why, UnfollowedCall) and changes_every_start(gap.why))
 
 
 def _is_needed(option: str) -> bool:
@@ -199,7 +199,7 @@ def _make_absolute(word: Word, option: str, start: Start) -> Word:
     if base == here or text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
         return word
     if base is None:
-        return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
+        return UnresolvedWord(word.text, word.file, word.line, "relative to an unknown directory")
     return replace(word, text=f"{name}={base / text}" if owner == name else str(base / text))
 
 
@@ -226,7 +226,7 @@ def _runtime_variables(before: Sequence[ShellValue], unresolved: dict[str, None]
             texts = {str(key): str(variable) for key, variable in variables.items()}
         except (ValueError, AttributeError, RecursionError):
             place = f"{source.file}:{source.line}" if source.file else "the text"
-            unresolved[f"{place}: --runtime-env-json: its text is not known, or is not JSON"] = None
+            unresolved[f"{place}: --runtime-env-json: its text is unknown, or is not JSON"] = None
             continue
         for key, text in texts.items():
             gaps = tuple(gap for gap in source.gaps if gap.source in text)[:1]
@@ -240,10 +240,10 @@ def _lost_lines(shell: Shell) -> Iterator[Issue]:
     for words, line, file in shell.lost:
         options = [word.text for word in words if word.text.startswith("--")] or [words[0].text]
         more = f" and {len(options) - 3} more" if options[3:] else ""
-        expected = "a `\\` at the end of every line of the command but its last, with no blank or comment behind it"
+        expected = "a `\\` as the last character of every line of the command except the last line"
         lost = f"{', '.join(options[:3])}{more} {'are' if options[1:] else 'is'} lost"
-        begins = f"{file or 'line'}:{line} begins with {words[0].text}: the command has ended before it"
-        hint = "end the line above with `\\`, without a comment in between"
+        begins = f"{file or 'line'}:{line} begins with {words[0].text}, but the command ends above it"
+        hint = "end the line above with `\\`, and put no comment between the lines"
         yield Issue(expected, f"{begins}, so {lost}", hint, file=file)
 
 
@@ -252,9 +252,9 @@ def _misspelled_arrays(shell: Shell) -> Iterator[Issue]:
     arrays = [name for name, variable in shell.variables.items() if variable.array and variable.values]
     for name, file in shell.empty.items():
         if len(name) > 3 and (meant := nearest(name, arrays, 1)) is not None:
-            expected = f"an array that is set, such as ${{{meant}[@]}}"
-            actual = f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer"
-            yield Issue(expected, actual, f"correct the name: {meant}", file=file)
+            expected = f"the name of an array that the script sets, such as ${{{meant}[@]}}"
+            actual = f"the script never sets ${{{name}[@]}}, so its options do not reach the trainer"
+            yield Issue(expected, actual, f"correct the name to {meant}", file=file)
 
 
 def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:

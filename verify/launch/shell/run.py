@@ -189,7 +189,7 @@ def _declare_special(shell: Shell, words: Sequence[ShellValue], line: int, attri
     if declared := sorted(flags & set(attributes)):
         why = f"{'an array with indices, ' * (declared[0] == 'A')}declare -{declared[0]} at {shell.place(line)}"
         if "n" in declared:
-            shell.unresolved[f"{why}: a name for another variable is not followed"] = None
+            shell.unresolved[f"{why}: ckptkit does not follow a name for another variable"] = None
         shell.special |= {word.text: why for word in words[1:] if not word.text.startswith("-")}
 
 
@@ -217,7 +217,7 @@ def _command(shell: Shell, node: syntax.Simple, words: list[ShellValue], variabl
     if name in shell.functions:
         if (body := shell.functions[name]) is not None:
             return _call(shell, body, words)
-        shell.report(node.line, f"{name}: an unknown condition decides which function this is")
+        shell.report(node.line, f"{name}: an unknown condition defines this function")
         return "", None
     if name in ("source", ".") and words[1:]:
         return _source(shell, words, node.line)
@@ -328,7 +328,7 @@ def _calculate(shell: Shell, text: str) -> Result:
 
 def _either(shell: Shell, bodies: Sequence[Body], line: int, cause: str = "a condition") -> Flow:
     """Runs all bodies, of which an unknown one applies. Bodies that end the script have no part in the result."""
-    why = f"it depends on {cause} at {shell.place(line)} that cannot be decided"
+    why = f"it depends on {cause} at {shell.place(line)} that ckptkit cannot evaluate"
     before = len(shell.output or ())
     branches = [shell.branch() for _ in bodies]
     flows = [body(branch) for body, branch in zip(bodies, branches, strict=True)]
@@ -505,7 +505,7 @@ def _source(shell: Shell, words: list[ShellValue], line: int) -> Outcome:
     if Path(name).name in _QUIET:
         return "", None
     if path is None:
-        why = f": {words[1].gaps[0]}" if words[1].gaps else ", a path that is not known"
+        why = f": {words[1].gaps[0]}" if words[1].gaps else ", an unknown path"
         shell.report(line, f"source {name}{why}")
         return "", None
     try:
@@ -551,10 +551,10 @@ def _run_script(shell: Shell, words: list[ShellValue], variables: Mapping[str, S
 
 def _report_missing(shell: Shell, path: Path, name: str, line: int) -> Outcome:
     """Reports a missing sourced file, at which `set -e` ends the script."""
-    message = f"source {name}: there is no such file"
+    message = f"source {name}: the file does not exist"
     # A file that is not near the script may be on the job's machine, or made by a command.
     if shell.errexit and not shell.guarded and path.name not in shell.written and _is_near_script(shell, path):
-        expected = "a file that is there, since the script runs with `set -e`"
+        expected = "an existing file, since the script runs with `set -e`"
         actual = f"{shell.place(line)}: {message}, so the script ends here"
         shell.issues.append(Issue(expected, actual, f"check the path {path}", file=str(shell.file)))
     shell.report(line, message)
@@ -573,7 +573,7 @@ def _is_near_script(shell: Shell, path: Path) -> bool:
 def _evaluate(shell: Shell, words: Sequence[ShellValue], line: int) -> Outcome:
     if all(word.known for word in words):
         return _run_text(shell, join_texts((word.text for word in words), " "), line)
-    shell.report(line, "eval of a text that is not known")
+    shell.report(line, "eval of an unknown text")
     return "", None
 
 
@@ -584,7 +584,7 @@ def _run_text(shell: Shell, text: str, line: int) -> Outcome:
     try:
         flow, result = follow(shell, parse(text, str(shell.file or "the command line"), line))
     except CkptkitError:
-        shell.report(line, "a text that is run as a script, but is not one")
+        shell.report(line, "it is run as a script, but is not one")
         flow, result = "", None
     shell.depth -= 1
     return flow, result

@@ -31,7 +31,7 @@ def teacher_sides(settings: Config, keys: re.Pattern[str]) -> list[Side]:
         side = hf_side(role, quiet, key, key)
         config = hf_config_of(side.path) if side and side.path else None
         if side and config and config.unsupported_type:
-            settings.notes.append(f"{settings.cite(key)} {side.path}: {config}; the {role} is not looked at")
+            settings.notes.append(f"{settings.cite(key)} {side.path} has {config}, so the {role} was not checked")
         elif side:
             teachers.append(side)
         settings.notes += [f"{line} (the {role}, on which no other role depends)" for line in quiet.unread]
@@ -44,13 +44,13 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> 
     if (path / ".metadata").exists() and (path / "metadata.json").exists():
         return Side(role, "megatron", path, why)
     if iterations := iterations_in(path):
-        actual, hint = "a directory of iterations", f"give the iteration: {path / iterations[-1]}"
+        actual, hint = "this directory contains iterations", f"pass the iteration: {path / iterations[-1]}"
     elif not path.exists():
-        actual, hint = "no such directory", "check the path"
+        actual, hint = "the directory does not exist", "check the path"
     else:
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
-        actual, hint = f"no {missing} in it", "check the path"
-    issue = path_issue(place, path, "the torch_dist directory itself, which verl loads", actual, hint, check=check)
+        actual, hint = f"the directory has no {missing}", "check the path"
+    issue = path_issue(place, path, "a torch_dist directory, which verl loads", actual, hint, check=check)
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 

@@ -94,7 +94,7 @@ def _adapter(settings: Config) -> TrainedAdapter | None:
         return None
     targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
     has_engine = settings.has(f"{_GENERATION}.backend")
-    engine = "NeMo-RL merges it into the weights that it sends" if has_engine else "no engine is started"
+    engine = "NeMo-RL merges it into the weights that it sends" if has_engine else "NeMo-RL starts no engine"
     return TrainedAdapter(settings.text(f"{prefix}.dim"), targets, engine, settings.cite(f"{prefix}.enabled"))
 
 
@@ -119,15 +119,15 @@ def _pretrained(settings: Config, prefix: str) -> Side | None:
     path, place, format_name = Path(word.text), settings.cite(key), layout.text if layout else ""
     mark = _MARKS.get(format_name)
     if mark is None:
-        actual, hint = format_name or "no such setting", "set it to one of the two"
-        issue = path_issue(place, path, f"{prefix}.format that is {' or '.join(_MARKS)}", actual, hint, check=LOAD)
+        actual, hint = format_name or "not set", f"set {prefix}.format to one of the two"
+        issue = path_issue(place, path, f"{prefix}.format is {' or '.join(_MARKS)}", actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
     iteration, why = _iteration(path, mark)
     if iteration and (iteration / mark).exists():
         return Side("actor", "megatron", iteration, f"{why} of {key}")
     actual = "no such directory" if not path.exists() else f"no {mark} in {iteration or path}"
     other = next((name for name, one in _MARKS.items() if iteration and (iteration / one).exists()), None)
-    hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
+    hint = f"set {prefix}.format={other}, the format of this checkpoint" if other else "check the path"
     issue = path_issue(place, path, f"an iteration with {mark}, which {format_name} requires", actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
@@ -160,8 +160,8 @@ def _converted(settings: Config) -> Side | None:
     files = (path for pattern in ("config.json", "*.safetensors") for path in Path(model.text).glob(pattern))
     if (newer := next((path for path in files if path.stat().st_mtime > made), None)) is None:
         return side
-    expected = f"the converted copy, {copy}, newer than the files of the model"
-    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
+    expected = f"a converted copy ({copy}) that is newer than the model"
+    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts the model again"
     actual = f"{newer.name} is newer, but NeMo-RL loads the copy"
     return replace(side, issues=(path_issue(settings.cite(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
@@ -179,18 +179,18 @@ def _resume(settings: Config, start: Side, megatron: bool) -> Side:
         return start
     weights = steps[-1] / "policy" / "weights"
     if not megatron:
-        settings.unread.append(f"{weights}: not read, as the run has no Megatron")
+        settings.unread.append(f"{weights}: ckptkit reads weights of Megatron runs only")
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
-        actual = f"no {_STATE} in it, so the run continues at {steps[-1].name} with its initial weights"
-        hint = "the save is incomplete: restore its files, or move this step away, so that the step before it counts"
+        actual = f"{_STATE} is missing, so the run continues at {steps[-1].name} with its initial weights"
+        hint = "restore the files of this incomplete save, or move the step elsewhere to use the one before"
         issue = path_issue(settings.cite(key), weights, "the weights of the last step", actual, hint, check=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
-    hint = "restore its files, or move this step away, so that the step before it counts"
-    issue = path_issue(settings.cite(key), weights, "an iteration of torch_dist", "none in it", hint, check=STEP)
+    hint = "restore the files of this save, or move the step elsewhere to use the one before"
+    issue = path_issue(settings.cite(key), weights, "an iteration in torch_dist", "missing", hint, check=STEP)
     return Side("actor", None, None, f"NeMo-RL stops: {weights} contains no iteration", (*start.issues, issue))
 
 
@@ -298,7 +298,7 @@ def _reward_model(settings: Config, is_single_node: bool) -> int | None:
 def _report_missing(settings: Config, *keys: str) -> None:
     for key in keys:
         if settings.get(key).known and not settings.has(key):
-            settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
+            settings.unread.append(f"{key} is not set, and NeMo-RL has no default for it")
 
 
 def _engine(settings: Config) -> RolloutEngine:
@@ -306,7 +306,7 @@ def _engine(settings: Config) -> RolloutEngine:
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
         return RolloutEngine(sizes=LaunchArguments(server=backend or None))
-    key, why = _MODEL, f"{backend} loads config and tokenizer from {_MODEL}, and gets its weights from the actor"
+    key, why = _MODEL, f"{backend} loads config and tokenizer from {_MODEL}, and the actor sends its weights"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.has(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
@@ -332,7 +332,7 @@ STACK = Stack(
     "NeMo-RL",
     read,
     partial(settings, "nemo-rl"),
-    "NeMo-RL ignores it in a file, and stops at it on the command line",
+    "NeMo-RL ignores an unknown setting in a file, and stops at one on the command line",
     fits=_fits,
     models=frozenset({_MODEL, f"{_GENERATION}.sglang_cfg.model_path"}),
 )

@@ -23,8 +23,8 @@ class OtherStack:
     def refusal(self, source: object) -> CkptkitError:
         """The error for a launch of this program."""
         hint = (
-            f"check the directory of {self.model} by itself: `ckptkit verify DIR` and `ckptkit lint DIR`; "
-            "`ckptkit verify DIR && COMMAND` starts the command only where nothing is wrong"
+            f"check the directory of {self.model} with `ckptkit verify DIR` and `ckptkit lint DIR`; "
+            "`ckptkit verify DIR && COMMAND` starts the command only if nothing is wrong"
         )
         return CkptkitError(f"{source} is a launch of {self.name}; preflight reads those of {_READ}", hint)
 

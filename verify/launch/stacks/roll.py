@@ -103,11 +103,11 @@ def _adapter_issues(settings: Config, server: str | None) -> Iterator[Issue]:
     keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
     trains, serves = (is_set(settings.text(key)) if settings.get(key).known else None for key in keys)
     if trains and serves is False and server == "vllm":
-        hint = "ROLL sends the adapter to an engine without LoRA layers: give actor_infer the same LoRA settings"
-        yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint)
+        hint = "set the same LoRA settings for actor_infer: ROLL sends the adapter to an engine without LoRA layers"
+        yield settings.issue(keys, f"both {keys[1]} and {keys[0]}, or neither", hint)
     elif serves and trains is False:
-        hint = "ROLL sends complete weights to an engine with LoRA layers: give both or neither"
-        yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint)
+        hint = "set both or neither: ROLL sends complete weights to an engine with LoRA layers"
+        yield settings.issue(keys[::-1], f"both {keys[0]} and {keys[1]}, or neither", hint)
 
 
 def _reference(settings: Config) -> bool:
@@ -142,7 +142,7 @@ def _replaced_models(settings: Config) -> Iterator[PathIssue]:
         if word and word.text != pretrain:
             expected = f"the model that the {role} loads"
             actual = f"{word.text}, but ROLL loads pretrain = {pretrain}, since another role has no model"
-            hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
+            hint = "set the models of actor_train, actor_infer and reference, or only pretrain"
             yield path_issue(settings.cite(key), Path(word.text), expected, actual, hint, check=LOAD)
 
 
@@ -159,7 +159,7 @@ def _dist_model(settings: Config, key: str, side: Side, path: Path, why: str) ->
     dist = path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
         return replace(side, kind="megatron", path=dist, why=why)
-    settings.unread.append(f"{settings.cite(key)} {path}: its files of one rank each are not read")
+    settings.unread.append(f"{settings.cite(key)} {path}: ckptkit does not read its files of single ranks")
     return side
 
 
@@ -170,11 +170,11 @@ def _resume(settings: Config, start: Side) -> Side:
     if word is None or word.text.lower() == "false":
         return start
     if word.text.lower() == "true":
-        settings.unread.append(f"{place} true: ROLL chooses the last step when the job starts; give its path")
+        settings.unread.append(f"{place} true: ROLL chooses the last step at the start; set the path of a step")
         return start
     path = Path(word.text)
     if not (path / TRACKER).is_file():
-        actual = "no tracker in it" if path.is_dir() else "no such directory"
+        actual = f"no {TRACKER} in it" if path.is_dir() else "the directory does not exist"
         expected = f"a directory with {TRACKER}"
         issue = path_issue(place, path, expected, actual, "choose an existing checkpoint", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
@@ -189,12 +189,12 @@ def _devices(settings: Config, worker: str) -> Gpus:
     if (word := settings.get(key).word) is None:
         count = len(list(settings.names(key)))
         if not count:
-            settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
+            settings.unread.append(f"{key} is not set, so the number of GPUs is unknown")
         return Gpus(count or None, key)
     try:
         return Gpus(len(numbers(word.text)), f"{settings.cite(key)} {word.text}")
     except (TypeError, ValueError):
-        settings.unread.append(f"{settings.cite(key)} {word.text}: only lists and ranges are understood")
+        settings.unread.append(f"{settings.cite(key)} {word.text}: ckptkit reads only lists and ranges")
         return Gpus()
 
 
@@ -204,8 +204,8 @@ def _visible_devices(launch: Launch) -> Iterator[Issue]:
     devices = word.text.replace(" ", "").split(",")
     if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():
         return
-    expected = f"CUDA_VISIBLE_DEVICES that counts from 0, as device_mapping does: 0 to {len(devices) - 1}"
-    hint = "leave it out, and choose GPUs by device_mapping: ROLL sets it for each worker to the node's first GPUs"
+    expected = f"CUDA_VISIBLE_DEVICES from 0 to {len(devices) - 1}, as ROLL counts GPUs from 0"
+    hint = "choose GPUs with device_mapping instead: ROLL gives its workers the node's first GPUs"
     yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
 
 
@@ -215,9 +215,9 @@ def _adapter(settings: Config, server: str | None) -> TrainedAdapter | None:
     if not is_set(settings.listed(f"{trains}.lora_target")):
         return None
     max_rank = settings.text(f"{serves}.lora_rank", "8")
-    engine = f"sent unmerged to vllm, started with enable_lora and max_lora_rank {max_rank}"
+    engine = f"ROLL sends it unmerged to vllm, which has enable_lora and max_lora_rank {max_rank}"
     if server != "vllm" or not is_set(settings.listed(f"{serves}.lora_target")):
-        engine = f"{server or 'the engine'} is started without it"
+        engine = f"{server or 'the engine'} starts without it"
     rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
     return TrainedAdapter(rank, settings.listed(target), engine, settings.cite(target))
 
@@ -230,8 +230,8 @@ def _engine(settings: Config) -> RolloutEngine:
         return RolloutEngine()
     key = _key(settings, ENGINE)
     dummy = settings.text(f"{_SIZES[ENGINE]}.load_format") == "dummy"
-    weights = "gets its weights from the actor" if dummy else "its first weights"
-    why = f"{name} loads config and tokenizer from {key}, and {weights}"
+    weights = "config and tokenizer" if dummy else "config, tokenizer and first weights"
+    why = f"{name} loads {weights} from {key}{', and the actor sends the weights' * dummy}"
     engine = RolloutEngine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
     keys = [f"{_SIZES[ENGINE]}.{one}_parallel_size" for one in ("tensor", "pipeline")]
     if name != "vllm":

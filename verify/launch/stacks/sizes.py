@@ -37,7 +37,7 @@ class Gpus:
     def subtract(self, count: int, reason: str) -> Gpus:
         """The GPUs that remain without `count` GPUs of another role, at least 0."""
         left = None if self.count is None else max(self.count - count, 0)
-        return replace(self, count=left, source=f"{self.source}, less {count} {reason}")
+        return replace(self, count=left, source=f"{self.source}, minus {count} {reason}")
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class GpuGroup:
             ranks = math.prod(sizes)
             if count < 1 or count % ranks:
                 product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(ranks)
-                expected = f"GPUs of the {self.role} that divide by {names} = {product}{source}"
-                hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
+                expected = f"a number of GPUs for the {self.role} divisible by {names} = {product}{source}"
+                hint = f"choose a multiple of {least} GPUs, or other sizes"
+                yield Issue(expected, f"{count} GPUs ({self.gpus.source})", hint, file=self.file)
             elif node and self.is_inside and ranks > node:
-                expected = f"engines inside a node of {node} GPUs, as data parallel ranks must be{source}"
+                expected = f"engines of at most {node} GPUs, since data parallel ranks must be on one node{source}"
                 yield Issue(expected, f"{names} = {ranks} GPUs", "choose sizes that fit on a node", file=self.file)
             elif node and (crossing := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
-                hint = "choose sizes that divide a node, or complete nodes"
-                yield Issue(expected, f"{crossing}: {self.gpus.source}", hint, file=self.file)
+                hint = "choose sizes that divide a node, or that fill complete nodes"
+                yield Issue(expected, f"{crossing} ({self.gpus.source})", hint, file=self.file)
 
 
 def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:
@@ -81,11 +81,11 @@ def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | N
     The engines are consecutive from the GPU `offset` on. Each must occupy complete nodes, or a part of one node.
     """
     if engine > node and engine % node:
-        return f"{engine} GPUs for an engine, {engine // node} nodes and {engine % node} more GPUs"
+        return f"an engine has {engine} GPUs, which are {engine // node} nodes and {engine % node} GPUs"
     share = min(engine, node)
     for first in range(offset, offset + total - share + 1, share)[:node]:
         if first % node + share > node:
-            return f"an engine on GPUs {first} to {first + share - 1} of the job, which are on two nodes"
+            return f"an engine has GPUs {first} to {first + share - 1} of the job, which are on two nodes"
     return None
 
 
@@ -286,17 +286,16 @@ class _OptionSizes:
         """Rows of the embedding. Megatron pads them to a multiple of TP unless the launch gives their number."""
         rows = self.given.value("padded_vocab_size")
         if rows and self.tp and rows % self.tp:
-            expected = f"padded_vocab_size that divides by TP = {self.tp}"
+            expected = f"padded_vocab_size divisible by TP = {self.tp}"
             actual = f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}"
-            hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
-            yield self.issue(expected, actual, hint)
+            yield self.issue(expected, actual, "leave out --padded-vocab-size, so that Megatron pads to a valid size")
 
     def rollout_number(self) -> Iterator[Issue]:
         """No GPUs for separate engines: slime and miles stop. With 0 slime starts only a router, and miles waits."""
         name = "rollout_num_gpus"
         is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
         if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
-            hint = "give the number of GPUs of the engines, or --colocate: the trainer stops at the start without it"
+            hint = "pass the number of GPUs of the engines, or --colocate: the trainer stops at the start"
             yield self.given.issue((name, *_JOB), "--rollout-num-gpus above 0 without --colocate", hint)
 
     def engines(self) -> Iterator[GpuGroup]:
@@ -318,18 +317,19 @@ class _OptionSizes:
         names = ("rollout_num_gpus", *_JOB, *_ENGINE)
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
             name = _VLLM_PP if self.server == "vllm" else "sglang_pp_size"
-            expected = f"rollout_num_gpus_per_engine that divides by {name} = {self.engine_pp}"
+            expected = f"rollout_num_gpus_per_engine divisible by {name} = {self.engine_pp}"
             actual = f"rollout_num_gpus_per_engine = {self.engine}"
-            yield self.issue(expected, actual, "the trainer stops: change one of them", names)
+            yield self.issue(expected, actual, "change one of them: the trainer stops", names)
             return
         if (self.engine_dp or 0) > 1 and not self.dp_attention and not self.given.anything:
             expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
-            yield self.issue(expected, "the launch does not give it", "slime stops without it", names)
+            hint = "pass --sglang-enable-dp-attention, without which slime stops"
+            yield self.issue(expected, "the option is missing", hint, names)
         tp = self.tp_of_engine
         for size, short in ((self.engine_ep, "ep"), (self.engine_dp if self.dp_attention else None, "dp")):
             if tp and size and tp % size:
-                expected = f"tensor parallel ranks of an engine that divide by sglang_{short}_size = {size}"
-                hint = f"give an --sglang-{short}-size that divides the engine's GPUs"
+                expected = f"tensor parallel ranks of an engine divisible by sglang_{short}_size = {size}"
+                hint = f"choose an --sglang-{short}-size that divides the engine's GPUs"
                 yield self.issue(expected, f"{tp} ranks", hint, names)
 
     def shared_nodes(self) -> Iterator[Issue]:
@@ -340,7 +340,7 @@ class _OptionSizes:
         if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
             default = "" if "num_gpus_per_node" in self.given.values else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
-            hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
+            hint = f"pass --num-gpus-per-node {each}: otherwise engines get the address of another node"
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
 
     def _rollout(self) -> int | None:

@@ -67,8 +67,8 @@ def read(launch: Launch) -> Job:
     mode = given.get("megatron_to_hf_mode").value
     paths = _Paths.read(launch, files, mode, given.get("train_backend").value == "fsdp")
     if not (paths.hf or paths.hub or paths.load or paths.ref_load or text.unresolved or text.issues):
-        hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
-        raise CkptkitError("nothing to look at", hint)
+        hint = "pass --hf-checkpoint, --load or --ref-load, or a launch script"
+        raise CkptkitError("preflight got no path and no launch script", hint)
     sides, unread = (*_trainers(paths, bool(text.words)), *_rollout(paths)), _unread(launch, paths)
     sizes = launch_arguments(given, text.words, launch.environment)
     tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.options.sizes.items())
@@ -130,7 +130,7 @@ STACK = Stack(
     "slime",
     read,
     trainer_options,
-    "slime ignores unknown options, miles and Megatron-LM stop",
+    "slime ignores an unknown option, and miles and Megatron-LM stop at it",
     source="among the launch arguments",
     one_model=True,
     vllm_readers=("vllm", "slime"),
@@ -172,7 +172,7 @@ class _RoleFiles:
 def _iteration(name: str, word: Word) -> int:
     """The iteration in a word. Raises CkptkitError if it is not a number."""
     if not (word.text.isdecimal() and len(word.text) < 10):
-        raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
+        raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "write the iteration as a number")
     return int(word.text)
 
 
@@ -186,7 +186,7 @@ def _role_files(words: Sequence[Word]) -> _RoleFiles:
     pairs = [(name, word) for name, word in common.items() if option_of(name) not in READ]
     pairs += [pair for role in roles.values() for pair in role.items()]
     matters = [(name, word) for name, word in pairs if _FILE_MATTERS.search(name) and not _FILE_HARMLESS.search(name)]
-    unread = [f"{word.place}: {name}: {word.text}: not read" for name, word in matters]
+    unread = [f"{word.place}: {name}: {word.text}: ckptkit does not read this setting" for name, word in matters]
     return _RoleFiles(common, roles, frozenset(files), tuple(dict.fromkeys(unread)))
 
 
@@ -207,7 +207,7 @@ def _settings_by_role(path: Path) -> Iterator[tuple[str, dict[str, Word]]]:
         if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in ("actor", "critic"):
             continue
         if role.text in seen:
-            raise CkptkitError(f"{role.place}: the role {role.text} has two entries", "give every role one entry")
+            raise CkptkitError(f"{role.place}: the role {role.text} has two entries", "write one entry for each role")
         seen.add(role.text)
         yield role.text, _settings(entry.get("overrides") or entry.get("args"))
 
@@ -252,7 +252,7 @@ class _Paths:
             written: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
             value: Any = (Path(hf) if hf else None) if name == "hf" else chosen.get(name)
             if word and value is not None and os.path.abspath(str(written)) != os.path.abspath(str(value)):
-                notes.append(f"{option} {value} was looked at, although {word.place} has {word.text}")
+                notes.append(f"{option} {value} was checked, although {word.place} has {word.text}")
             paths[name] = written if value is None else value
         # `./org/model` is a path, but Path removes the dot.
         word = _last_value(options, "--hf-checkpoint")
@@ -273,17 +273,17 @@ def _unread(launch: Launch, paths: _Paths) -> tuple[str, ...]:
     lines = [line for line in unread(words, paths.named) if line.partition(" ")[0] not in paths.files.read]
     download = [f"--hf-checkpoint {hub.name}: {hub.why}"] if hub and hub.path is None else []
     resumed = _iteration_of_fsdp(paths.load, paths.ckpt_step) if paths.fsdp and paths.load else None
-    saved = [f"--load {paths.load}: FSDP's files in {resumed.name} are not read"] if resumed else []
+    saved = [f"--load {paths.load}: ckptkit does not read FSDP's files in {resumed.name}"] if resumed else []
     if paths.fsdp and paths.teacher:
-        saved.append(f"--opd-teacher-load {paths.teacher}: not read, since FSDP trains")
+        saved.append(f"--opd-teacher-load {paths.teacher}: ckptkit does not read it in FSDP launches")
     return (*download, *lines, *saved, *paths.files.unread, *launch.text.unresolved)
 
 
 def _notes(paths: _Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Notes on options that only slime or only miles has."""
     loads_hf = paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides)
-    bridge = "slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only"
-    critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path"
+    bridge = "slime loads the HF directory itself; miles does only with --megatron-to-hf-mode bridge"
+    critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path instead"
     return (*([bridge] if loads_hf else []), *([critic] if paths.critic else []))
 
 
@@ -377,17 +377,18 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
         shown = f"{name} {option.value.text}" if option.value else name
         usual = name.replace("_", "-")
         if usual in {*_OWN.values(), "--ckpt-step"} - given:
-            lines.append(f"{shown}: give it to preflight itself, before --")
+            lines.append(f"{shown}: pass it to preflight itself, before --")
         elif usual in _OTHER_PATHS or usual in {*_PATHS.values(), *_STEPS.values()} - given:
-            lines.append(f"{shown}: its checkpoint is not checked; run `ckptkit verify` on it")
+            lines.append(f"{shown}: preflight does not check this checkpoint; run `ckptkit verify` on it")
         elif _FILES.fullmatch(usual):
-            lines.append(f"{shown}: the settings of this file are not read")
+            lines.append(f"{shown}: preflight does not read the settings of this file")
         elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and not _HARMLESS.fullmatch(usual):
-            lines.append(f"{shown}: this parallel size is not read")
-    return list(dict.fromkeys([*lines, *(f"{word}: an override of a configuration file" for word in overrides(words))]))
+            lines.append(f"{shown}: preflight does not read this parallel size")
+    lines += [f"{word}: preflight does not read this override" for word in overrides(words)]
+    return list(dict.fromkeys(lines))
 
 
-_VERL = " (for verl, which loads it directly, give use_dist_checkpointing and dist_checkpointing_path behind --)"
+_VERL = " (for verl, which loads it directly, pass use_dist_checkpointing and dist_checkpointing_path after --)"
 
 
 def _actor(
@@ -401,17 +402,17 @@ def _actor(
         return _trainer("actor", "--load", load, step)
     config = hf_config_of(load) if load else None
     if load and config and mode is None:
-        return Side("actor", "hf", load, f"--load has no tracker but {config}")
+        return Side("actor", "hf", load, f"--load has {config} and no tracker")
     issues = tuple(_empty_load(load, ref_load, lost)) if load and not config else ()
     if ref_load is None:
-        why = f"--load {load} has no checkpoint and --ref-load is not given, so slime and miles stop"
+        why = f"--load {load} has no checkpoint and --ref-load is missing, so slime and miles stop"
         return Side("actor", None, None, why, issues)
-    why = f"--load {load} has no checkpoint, so {option} is loaded" if load else "--load is not given"
+    why = f"--load {load} has no checkpoint, so the actor loads {option}" if load else "the launch has no --load"
     if load and config and load.absolute() != ref_load.absolute():
-        actual = f"an HF directory without a tracker: miles silently loads {option} {ref_load} instead"
-        hint = f"give {load} as --ref-load, and leave --load out"
+        actual = f"an HF directory without a tracker, so miles silently loads {option} {ref_load} instead"
+        hint = f"pass {load} as --ref-load, and leave out --load"
         issues = (path_issue("--load", load, f"{TRACKER}, without which miles ignores it", actual, hint),)
-        why = f"--load {load} has no tracker, so {option} is loaded"
+        why = f"--load {load} has no tracker, so the actor loads {option}"
     side = _trainer("actor", option, ref_load, step, mode)
     return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
@@ -420,9 +421,9 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     """The side that loads Megatron's iteration in `root`, or `root` as HF, which miles does in bridge mode only."""
     if not (root / TRACKER).exists():
         if mode == "raw" and hf_config_of(root):
-            hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
-            issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
-            why = f"miles stops: {option} {root} is an HF directory, which it loads in mode bridge only"
+            hint = "convert the directory with `ckptkit convert`, or pass --megatron-to-hf-mode bridge"
+            issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory in mode raw", hint)
+            why = f"miles stops: {option} {root} is an HF directory, which it loads only in mode bridge"
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
     if step and _takes_step(root):
@@ -432,13 +433,13 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     except ForeignFileError:
         raise
     except CkptkitError as error:
-        issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
+        issue = path_issue(option, root / TRACKER, "a tracker of a directory", error.message, error.hint or "")
         return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
     why = f"the tracker of {option} names {path.name}"
     if not step:
         return Side(role, "megatron", path, why)
-    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} to load that iteration"
-    actual = f"release, which Megatron loads in spite of --ckpt-step {step}"
+    hint = f"leave out --ckpt-step, or write {step} into {root / TRACKER} to load that iteration"
+    actual = f"the tracker names `release`, so Megatron ignores --ckpt-step {step}"
     issue = path_issue("--ckpt-step", root / TRACKER, "a tracker with an iteration", actual, hint, "warning")
     return Side(role, "megatron", path, f"{why}, so step {step} has no effect", (issue,) if option == "--load" else ())
 
@@ -463,9 +464,9 @@ def _fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
         return replace(side, why=f"{why}, and resumes from {resumed}" if load else why)
     issues = tuple(_empty_load(load, hf, step))
     if load.is_dir() and any(load.iterdir()):
-        hint = "give it as --hf-checkpoint, if it is the HF model that the run should start from"
+        hint = "pass the directory as --hf-checkpoint if the run should start from it"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
-        issues = (path_issue("--load", load, expected, "none: FSDP silently ignores it, or stops", hint),)
+        issues = (path_issue("--load", load, expected, "both are missing, so FSDP ignores --load or stops", hint),)
     issues = () if load.resolve() == hf.resolve() else issues
     return replace(side, why=f"{why}; --load {load} has no iteration of FSDP", issues=issues)
 
@@ -474,27 +475,27 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator
     """Issues with a `--load` without a checkpoint. It may be empty or missing unless the launch requires a `step`."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
-    absent = "an empty directory" if load.is_dir() else "no such directory"
+    absent = "the directory is empty" if load.is_dir() else "the directory does not exist"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         yield _iteration_given("--load", load, expected, chosen)
     elif iterations := iterations_in(load):
         hint = f"write `release` or the number into {load / TRACKER}, if that save is complete"
-        actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
+        actual = f"{', '.join(iterations)} without a tracker, so the last save did not finish"
         yield path_issue("--load", load, expected, actual, hint)
     elif inside:
-        hint = "give the directory of the checkpoint"
-        yield path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
+        hint = "pass the directory of the checkpoint"
+        yield path_issue("--load", load, expected, f"only {len(inside)} other entries", hint)
     elif step:
-        hint = "check the path of --load; for a first start leave --ckpt-step out"
+        hint = "check the path of --load; for a first start leave out --ckpt-step"
         yield path_issue("--ckpt-step", load, f"iter_{step:07d}/ in --load", absent, hint)
     elif ref_load is None:
-        yield path_issue("--load", load, expected, absent, "check the path, or give --ref-load")
+        yield path_issue("--load", load, expected, absent, "check the path, or pass --ref-load")
 
 
 def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> PathIssue:
-    hint = f"give its parent: {option} {path.parent}{step}{_VERL if (path / '.metadata').exists() else ''}"
-    return path_issue(option, path, expected, "an iteration directory, which has no tracker", hint)
+    hint = f"pass its parent: {option} {path.parent}{step}{_VERL if (path / '.metadata').exists() else ''}"
+    return path_issue(option, path, expected, "this is the directory of an iteration, which has no tracker", hint)
 
 
 def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
@@ -504,9 +505,9 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
         issue = _iteration_given(option, root, expected)
         is_random = bool(ITERATION.fullmatch(root.name)) and not step
     elif config := hf_config_of(root):
-        return Side(role, "hf", root, f"{option} has no tracker but {config}")
+        return Side(role, "hf", root, f"{option} has {config} and no tracker")
     else:
-        actual = "no tracker in it" if root.exists() else "no such directory"
+        actual = "the directory has no tracker" if root.exists() else "the directory does not exist"
         issue = path_issue(option, root, expected, actual, "check the path")
     why = "Megatron finds no tracker and only prints a warning" if is_random else _stop_reason(root)
     return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), is_random)
@@ -518,16 +519,16 @@ def _stop_reason(root: Path) -> str:
     if ITERATION.fullmatch(root.name):
         return "Megatron stops, since it contains no iterations"
     reason = "slime and miles stop, since they read it as an HF directory"
-    return f"{reason}; Megatron-LM itself would start from random weights"
+    return f"{reason}; Megatron-LM would start from random weights"
 
 
 def _chosen_step(role: str, root: Path, step: int, option: str) -> Side:
     path = root / f"iter_{step:07d}"
     if path.is_dir():
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
-    actual = f"only {', '.join(iterations_in(root)) or 'nothing'}"
-    hint = "choose an existing iteration, or leave --ckpt-step out"
-    issue = path_issue("--ckpt-step", root, f"{path.name}/", actual, hint)
+    actual = f"the directory has {', '.join(iterations_in(root)) or 'no iteration'}"
+    hint = "choose an existing iteration, or leave out --ckpt-step"
+    issue = path_issue("--ckpt-step", root, f"{path.name}/ in the directory", actual, hint)
     return Side(role, None, None, f"Megatron stops: {path} is missing", (issue,))
 
 
@@ -546,13 +547,13 @@ _OTHER_ADVANTAGES = (
 def _switches(given: Arguments, program: str) -> Iterator[Issue]:
     """Switches that conflict. `program`: the file that starts the trainer, or "" if unknown."""
     if given.has("colocate") and program == "train_async.py":
-        expected = "no --colocate with train_async.py, which generates and trains at once"
-        yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
+        expected = "no --colocate with train_async.py, which generates and trains at the same time"
+        yield given.issue(("colocate",), expected, "leave out --colocate, or start train.py: the trainer stops")
     is_moe = given.value("num_experts") and given.value("train_backend", "megatron") == "megatron"
     is_moe = is_moe and given.lacks("debug_rollout_only")
     if is_moe and given.value("moe_token_dispatcher_type") == "allgather":
-        hint = "slime only logs that it uses alltoall instead, for sequences of different lengths"
-        expected = "--moe-token-dispatcher-type alltoall or flex"
+        hint = "pass --moe-token-dispatcher-type alltoall: slime uses it anyway, and only logs a line"
+        expected = "alltoall or flex, since sequences have different lengths"
         yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
 
 
@@ -564,20 +565,20 @@ def _batches(given: Arguments) -> Iterator[Issue]:
     if rollout and steps and batch and batch != rollout // steps:
         product = f"{prompts} x {samples} / {steps} = {rollout // steps}"
         expected = f"global_batch_size = rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout = {product}"
-        yield given.issue(names, expected, "the trainer stops: leave one of the two out")
+        yield given.issue(names, expected, "leave out --num-steps-per-rollout: the trainer stops")
     elif rollout and batch and not steps and all(map(given.lacks, _OTHER_SAMPLES)):
         product = f"{prompts} x {samples} = {rollout}"
         if rollout < batch:
             expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
-            yield given.issue(names[:3], expected, "the trainer stops: a rollout has fewer samples than one step")
+            yield given.issue(names[:3], expected, "choose a smaller global_batch_size: the trainer stops")
         elif rollout % batch:
             expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
-            hint = f"the last {rollout % batch} samples of every rollout are not trained on"
+            hint = f"change one of them: training ignores the last {rollout % batch} samples of every rollout"
             yield given.issue(names[:3], expected, hint, "warning")
     oversampled = given.value("over_sampling_batch_size")
     if oversampled and prompts and oversampled < prompts:
         expected = "over_sampling_batch_size of at least rollout_batch_size"
-        hint = "the trainer stops: change one of them"
+        hint = "change one of them: the trainer stops"
         yield given.issue(("over_sampling_batch_size", "rollout_batch_size"), expected, hint)
 
 
@@ -593,49 +594,50 @@ def _micro_batches(given: Arguments) -> Iterator[Issue]:
     ranks, remainder = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
     if not remainder and ranks and batch % (ranks * micro):
         product = f"{ranks} x {micro} = {ranks * micro}"
-        expected = f"global_batch_size that divides by data parallel ranks x micro_batch_size = {product}"
-        hint = "the trainer stops in its first step: change one of them, or give --use-dynamic-batch-size"
+        expected = f"global_batch_size divisible by data parallel ranks x micro_batch_size = {product}"
+        hint = "change one of them, or pass --use-dynamic-batch-size: the trainer stops in its first step"
         yield given.issue(("global_batch_size", "micro_batch_size"), expected, hint)
 
 
 def _advantages(given: Arguments) -> Iterator[Issue]:
     estimator, clip = given.value("advantage_estimator", "grpo"), given.value("eps_clip", 0.2)
     if estimator == "cispo" and clip is not None and clip < 1:
-        hint = "slime only warns: the lower bound stays active"
-        expected = "--eps-clip 1.0 with cispo, which has no lower bound"
+        hint = "pass --eps-clip 1.0: slime only warns and keeps the lower bound"
+        expected = "eps_clip = 1.0, since cispo has no lower bound"
         yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
     is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
     is_grouped = is_grouped and given.value("loss_type", "policy_loss") == "policy_loss"
     if is_grouped and given.value("n_samples_per_prompt") == 1:
-        expected = "--n-samples-per-prompt above 1 with advantages within a group"
-        hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
+        expected = "n_samples_per_prompt above 1, since advantages compare the samples of a prompt"
+        hint = "pass more samples per prompt: with one, every advantage is 0, which the trainer only logs"
         yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
 
 
 def _rollouts(given: Arguments, resumed: int) -> Iterator[Issue]:
     """The number of rollouts. A run that resumes continues behind `resumed`; a critic may have another iteration."""
     if given.has("num_rollout") and given.has("num_epoch"):
-        hint = "--num-epoch is ignored, which the trainer only logs"
-        yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
+        hint = "leave out --num-epoch, which the trainer ignores"
+        yield given.issue(("num_rollout", "num_epoch"), "only one of the two options", hint, "warning")
     rollouts, others = given.value("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
     has_critic = given.value("advantage_estimator", "grpo") in ("ppo", None)
     if resumed and rollouts and rollouts <= resumed + 1 and all(map(given.lacks, others)) and not has_critic:
-        expected = f"--num-rollout above {resumed + 1}, as --load resumes from iteration {resumed}"
-        hint = "the run ends without a training step: --num-rollout counts from the first start"
+        expected = f"num_rollout above {resumed + 1}, since --load resumes from iteration {resumed}"
+        hint = "pass a larger --num-rollout, which counts from the first start: the run ends without a training step"
         yield given.issue(("num_rollout", "start_rollout_id"), expected, hint, "warning")
 
 
 def _adapter_issues(given: Arguments) -> Iterator[Issue]:
     trains = given.value("lora_rank", 0) or given.has("lora_adapter_path") or given.has("multi_lora_n_adapters")
     if given.has("lora_train_only") and trains:
-        hint = "the engine generates with the base model instead of the trained policy: leave it out"
-        names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
+        hint = "leave out --lora-train-only: with it the engine generates with the base model, not the trained policy"
+        names, expected = ("lora_train_only", "lora_rank"), "an engine with the trained adapter"
         yield given.issue(names, expected, hint, "warning")
     is_full = given.value("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
     for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
         if is_full and given.has(name):
-            hint = "the trainer sends complete weights to LoRA layers: leave the engine's option out"
-            yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
+            option = f"--{name.replace('_', '-')}"
+            hint = f"leave out {option}: the trainer sends complete weights to an engine with LoRA layers"
+            yield given.issue((name, "lora_rank"), f"both --lora-rank and {option}, or neither", hint)
 
 
 def _adapter(given: Arguments) -> TrainedAdapter | None:
@@ -643,8 +645,8 @@ def _adapter(given: Arguments) -> TrainedAdapter | None:
     rank, names = given.value("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
     if not rank and not any(map(given.has, names[1:])):
         return None
-    engine = f"sent unmerged to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
-    engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
+    engine = f"miles sends it unmerged to SGLang, which has enable_lora and max_lora_rank {max(rank or 0, 1)}"
+    engine = "the engine generates without it (--lora-train-only)" if given.has("lora_train_only") else engine
     asked_by = next(given.cite(name) for name in names if given.has(name))
     return TrainedAdapter(str(rank or ""), given.value("target_modules") or "", engine, asked_by)
 
@@ -654,8 +656,8 @@ def _raw(given: Arguments, config: Mapping[str, Any]) -> Iterator[Issue]:
     is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
     is_raw = given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only")
     if is_wrapped and is_raw and given.value("train_backend", "megatron") == "megatron":
-        expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
-        hint = "miles has no raw converter for it and stops at the first update: give --megatron-to-hf-mode bridge"
+        expected = f"--megatron-to-hf-mode bridge for {config.get('model_type')}"
+        hint = "pass --megatron-to-hf-mode bridge: miles has no raw converter, and stops at the first update"
         yield given.issue(("megatron_to_hf_mode",), expected, hint)
 
 
@@ -665,5 +667,5 @@ def _sequence(given: Arguments, config: Mapping[str, Any], is_miles: bool) -> It
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):
         expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"
-        hint = "the tokens would be in a wrong order for this attention: leave --allgather-cp out"
+        hint = "leave out --allgather-cp, which gives this attention the tokens in a wrong order"
         yield given.issue(("allgather_cp", "context_parallel_size"), expected, hint)

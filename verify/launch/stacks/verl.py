@@ -112,7 +112,7 @@ def _combinations(launch: Launch, settings: Config, megatron: bool) -> tuple[Iss
         return None
     key, mode, issues = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode", list(_adapter_issues(settings))
     if not megatron and settings.is_on(key) and settings.get(mode).known and settings.text(mode, "auto") == "auto":
-        hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
+        hint = f"remove {key}: with FSDP no tracker is written, so the next run starts from step 0"
         issues.append(settings.issue((key,), f"{key}=False without Megatron", hint, "warning"))
     return tuple(issues)
 
@@ -121,14 +121,14 @@ def _adapter_issues(settings: Config) -> Iterator[Issue]:
     key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
     rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
     if rank and settings.text(key) == "trtllm" and settings.is_off(merge):
-        expected = f"{key} = vllm or sglang, or {merge} = True, with {rank}"
-        hint = f"verl sends no adapter to {settings.text(key)}, which generates with the base model"
+        expected = f"{key} = vllm or sglang, or {merge} = True, since {rank} is set"
+        hint = f"choose another engine or merge: verl sends no adapter to {settings.text(key)}, which serves the base"
         yield settings.issue((rank, key), expected, hint)
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
     if settings.is_on(switch) and all(settings.get(one).known for one in trains) and not _has_adapter(settings):
-        hint = "verl sends complete weights to an engine with LoRA layers: leave it out"
-        yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint)
+        hint = f"remove {switch}: verl sends complete weights to an engine with LoRA layers"
+        yield settings.issue((switch, _RANKS[1]), f"both {_RANKS[1]} and {switch}, or neither", hint)
 
 
 def _adapter(settings: Config) -> TrainedAdapter | None:
@@ -138,7 +138,7 @@ def _adapter(settings: Config) -> TrainedAdapter | None:
         return None
     rank = next((key for key in _RANKS if settings.above_zero(key)), None)
     engine = settings.text(f"{_AR}.rollout.name") or "the engine"
-    engine = f"sent unmerged to {engine}, started with enable_lora and a max_lora_rank of at least its rank"
+    engine = f"verl sends it unmerged to {engine}, which has enable_lora and a sufficient max_lora_rank"
     engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
     targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
     text = settings.text(rank) if rank else ""
@@ -198,12 +198,12 @@ def _notes(settings: Config, roles: Sequence[str]) -> None:
     if "reference" not in roles and settings.has(f"{_AR}.ref.megatron.dist_checkpointing_path"):
         why = "neither use_kl_loss nor use_kl_in_reward is set"
         why = "the reference is the actor without its adapter" if _has_adapter(settings) else why
-        settings.notes.append(f"no reference is loaded: {why}")
+        settings.notes.append(f"the run loads no reference: {why}")
     if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
-        settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
+        settings.notes.append(f"algorithm.adv_estimator is not set: verl's default, gae, also loads {_CRITIC_MODEL}")
     key = f"{_AR}.actor.megatron.use_mbridge"
     if settings.has(key) and not settings.switch(key):
-        settings.notes.append(f"{settings.cite(key)} is false: verl stops, as it loads only through a bridge")
+        settings.notes.append(f"{settings.cite(key)} is false, at which verl stops: it loads only through a bridge")
 
 
 def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
@@ -217,16 +217,16 @@ def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
         return None
     if settings.switch(switch):
         if word is None:
-            expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
+            expected, actual, hint = f"a value of {key}", f"{key} is not set", f"set {key}"
             issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, check=check)
-            return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
+            return Side(role, None, None, f"verl stops: {key} is not set", (issue,))
         return torch_dist_side(role, settings.cite(key), Path(word.text), f"verl loads the directory of {key}", check)
     side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
         return side
-    actual = f"it is ignored, and {model} is loaded, since use_dist_checkpointing is not set"
-    hint = f"set {switch}=True, or leave the path out"
-    issue = path_issue(settings.cite(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", check)
+    actual = f"{switch} is not set, so verl ignores this path and loads {model}"
+    hint = f"set {switch}=True, or remove the path"
+    issue = path_issue(settings.cite(key), Path(word.text), f"{switch}=True", actual, hint, "warning", check)
     return replace(side, issues=(*side.issues, issue))
 
 
@@ -240,17 +240,17 @@ def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron:
         return replace(side, why=f"{side.why}; {resumed.why}", issues=(*side.issues, *resumed.issues))
     root = resumed.path / role
     if not megatron:
-        settings.unread.append(f"{root}: shards of FSDP are not read")
+        settings.unread.append(f"{root}: ckptkit does not read shards of FSDP")
         return side
     key = f"{_ROLES[role][1]}.use_dist_checkpointing"
     name = "dist_ckpt" if settings.switch(key) else "huggingface"
     is_nested, is_hf = (root / "model").is_dir(), name == "huggingface"
     path = root / "model" / name if is_nested else root / name
-    layout = "" if is_nested else " (in an old layout; verl of 2026 recommends a migration)"
+    layout = "" if is_nested else " (in an old layout, which verl of 2026 recommends to migrate)"
     if (path / ("config.json" if is_hf else ".metadata")).exists():
         return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{layout}", side.issues)
-    actual = "no such directory" if not path.exists() else "no checkpoint in it"
-    expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
+    actual = "the directory does not exist" if not path.exists() else "the directory has no checkpoint"
+    expected, hint = f"weights of the {role} for this step", f"choose another step, or change {key}"
     issue = path_issue("trainer.resume_mode", path, expected, actual, hint, check=STEP)
     return Side(role, None, None, f"verl stops: {path} contains no checkpoint", (*side.issues, issue))
 
@@ -266,7 +266,7 @@ def _size_differences(settings: Config, roles: Sequence[str]) -> Iterator[Issue]
             size, actor_size = settings.size(key, default), settings.size(actor_key, default)
             if settings.get(key).known and settings.get(actor_key).known and size != actor_size:
                 expected, actual = f"{settings.cite(actor_key)} = {actor_size}", f"{settings.cite(key)} = {size}"
-                hint = "give both the same size: roles in one process share the groups of the first"
+                hint = "set both to the same size: roles in one process share the process groups of the first"
                 yield Issue(expected, actual, hint, severity="warning")
 
 
@@ -278,8 +278,8 @@ def _rollout(settings: Config, gpus: Gpus) -> RolloutEngine:
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name")
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
-    weights = "gets its weights from the actor" if dummy else "its first weights"
-    why = f"{name or 'the engine'} loads config and tokenizer from {_MODEL}, and {weights}"
+    weights = "config and tokenizer" if dummy else "config, tokenizer and first weights"
+    why = f"{name or 'the engine'} loads {weights} from {_MODEL}{', and the actor sends the weights' * dummy}"
     engine = RolloutEngine(hf_side(ENGINE, settings, _MODEL, why), LaunchArguments(server=name or None))
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
@@ -318,16 +318,16 @@ def resumed_step(settings: Config) -> Resumed:
     if new := next((one for one in ([key] if is_given else [project, experiment]) if settings.is_new(one)), None):
         return Resumed(None, f"{new} contains the start time, so its directory is new")
     if not settings.get(key).known:
-        return Resumed(None, f"{key} is not known")
+        return Resumed(None, f"the value of {key} is unknown")
     names = [] if is_given else [settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k")]
     root = Path(settings.text(key) or "/".join(["checkpoints", *names]))
     place, steps = settings.cite(key), _steps(root)
     if not (root / TRACKER).is_file():
         if not steps:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
-        actual = f"{', '.join(steps)} but no tracker, so verl silently starts from the beginning"
-        hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
-        issue = path_issue(place, root, f"{TRACKER} next to its steps", actual, hint, check=LOAD)
+        actual = f"{', '.join(steps)} without a tracker, so verl silently starts from the beginning"
+        hint = f"write the number of a step into {root / TRACKER}, or set trainer.resume_mode=resume_path"
+        issue = path_issue(place, root, f"{TRACKER} next to the steps", actual, hint, check=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     named = tracker_text(root)
     if not (named.isdecimal() and len(named) < 10):
@@ -337,7 +337,7 @@ def resumed_step(settings: Config) -> Resumed:
     path = root / f"global_step_{int(named)}"
     if path.exists():
         return Resumed(path, f"the tracker of {key} names {path.name}")
-    actual = f"only {', '.join(steps) or 'nothing'}, so verl silently starts from the beginning"
+    actual = f"only {', '.join(steps) or 'no step'} exists, so verl silently starts from the beginning"
     hint = "write the number of an existing step into the tracker"
     issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, check=STEP)
     return Resumed(None, f"the tracker names step {named}, but {path.name} is missing", (issue,))
@@ -347,13 +347,13 @@ def _resumed_path(settings: Config) -> Resumed:
     key = "trainer.resume_from_path"
     word = settings.get(key).word
     if not settings.get(key).known:
-        return Resumed(None, f"{key} is not known")
+        return Resumed(None, f"the value of {key} is unknown")
     path = Path(word.text) if word else Path()
     number = path.name.rpartition("global_step_")[2]
     if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
         return Resumed(path, f"{key}")
-    actual = "another name" if path.is_dir() else f"missing; next to it {', '.join(_steps(path.parent)) or 'nothing'}"
-    actual = "no such setting" if word is None else actual
+    actual = f"missing; its parent has {', '.join(_steps(path.parent)) or 'no step'}"
+    actual = "not set" if word is None else "the directory has another name" if path.is_dir() else actual
     expected, hint = "an existing directory global_step_N", "choose an existing step"
     issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
@@ -388,7 +388,7 @@ def read_sft(launch: Launch) -> Job:
     if settings.text("trainer.resume_mode", "auto") != "disable":
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
-            settings.unread.append(f"{word.place}: {word.text}: the step that the run resumes from is not read")
+            settings.unread.append(f"{word.place}: {word.text}: ckptkit does not read steps of fine-tuning")
     settings.report_unchecked(_SFT_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()

@@ -57,14 +57,14 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     if stack is None and (other := find_stack_by_settings(tree)):
         raise other.refusal(file.path or "the command")
     if stack is None and config is not None:
-        hint = "give the file of settings of a verl, NeMo-RL or ROLL job, or a bash script"
-        raise CkptkitError(f"{config} has settings of an unknown stack: {', '.join(list(tree)[:5])}", hint)
+        hint = "pass the settings file of a verl, NeMo-RL or ROLL job, or a bash script"
+        raise CkptkitError(f"{config} has settings of an unknown trainer: {', '.join(list(tree)[:5])}", hint)
     if stack is None:
         return _require_agreement(STACKS[-1].read(launch), launch)
     absent = [word for word in composed.absent if not stack.is_own(word.text)]
-    unread = [*file.absent, *(f"{word.place}: defaults: {word.text}: no such file next to it" for word in absent)]
+    unread = [*file.absent, *(f"{word.place}: defaults: {word.text}: the file does not exist" for word in absent)]
     unknown = [word for word in groups if not any(one.is_own(word.text.partition("=")[2]) for one in STACKS)]
-    unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in unknown]
+    unread += [f"{word.place}: {word.text}: preflight does not read the file of this group" for word in unknown]
     files = (file.name, file.path.stem if file.path else "", *(word.text for word in composed.absent))
     settings = Config(tree, launch.environment, _replacement_model(launch), stack.models, files, groups, unread)
     is_complete = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
@@ -97,7 +97,7 @@ def _replacement_model(launch: Launch) -> Path | None:
         return None
     hub = hub_model(str(given), launch.environment)
     if hub and hub.path is None:
-        raise CkptkitError(f"--hf-checkpoint {hub.name}: {hub.why}", "give a local copy of it")
+        raise CkptkitError(f"--hf-checkpoint {hub.name}: {hub.why}", "pass a local copy of it")
     return hub.path if hub else Path(given)
 
 
@@ -106,14 +106,13 @@ def _require_agreement(job: Job, launch: Launch) -> Job:
     given = launch.options
     if not job.stack.one_model:
         if given.ckpt_step is not None:
-            hint = "give the step in the settings"
-            raise CkptkitError(f"--ckpt-step cannot be used with settings of {job.stack.name}", hint)
+            raise CkptkitError(f"--ckpt-step does not apply to settings of {job.stack.name}", "set it in the settings")
         _require_same_checkpoint(job, "--load", given.load, "actor")
         _require_same_checkpoint(job, "--ref-load", given.ref_load, "reference")
     for name, size in given.sizes.items():
         actor_size = getattr(job.actor, name)
         if size != 1 and actor_size is not None and size != actor_size:
-            raise CkptkitError(f"--{name} {size}, but it is {actor_size} {job.stack.source}", f"leave --{name} out")
+            raise CkptkitError(f"--{name} is {size}, but {actor_size} {job.stack.source}", f"leave out --{name}")
     return job
 
 
@@ -123,8 +122,8 @@ def _require_same_checkpoint(job: Job, option: str, path: Path | None, role: str
     if path is None or (side and side.path is None):
         return
     if side is None or os.path.abspath(path) != os.path.abspath(side.path or ""):
-        actual = f"no {role} is loaded" if side is None else f"the {role} loads {side.path}"
-        raise CkptkitError(f"{option} {path}, but by the settings of {job.stack.name} {actual}", f"leave {option} out")
+        actual = f"the job loads no {role}" if side is None else f"the {role} loads {side.path}"
+        raise CkptkitError(f"{option} is {path}, but in {job.stack.name}'s settings {actual}", f"leave out {option}")
 
 
 def _settings_file(words: Sequence[Word]) -> _SettingsFile:
@@ -137,7 +136,7 @@ def _settings_file(words: Sequence[Word]) -> _SettingsFile:
     if path.is_file():
         return _SettingsFile(path, name)
     is_own = not file and any(stack.is_own(name) for stack in STACKS)
-    return _SettingsFile(None, name or file, () if is_own else (f"the file of settings, {path}, does not exist",))
+    return _SettingsFile(None, name or file, () if is_own else (f"the settings file {path} does not exist",))
 
 
 def _is_group(name: str, file: _SettingsFile) -> bool:

@@ -36,7 +36,7 @@ class EngineRun:
     def require_report(self) -> EngineReport:
         """The report. Raises CannotCheck if it is missing."""
         if self.report is None:
-            raise CannotCheck(str(self.failed or "the engine gave no report"))
+            raise CannotCheck(str(self.failed or "the engine wrote no report"))
         return self.report
 
 
@@ -79,7 +79,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     answer = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
     if answer.report is not None:
         return EngineRun(answer.report, prompts, answer.failure)
-    check = f"`ckptkit verify` --against-{engine.name} loads the weights without serving them"
+    check = f"try `ckptkit verify` --against-{engine.name}, which loads the weights without serving them"
     return EngineRun(None, failed=f"{inconclusive('the engine gave no answer', answer.failure)}; {check}")
 
 
@@ -90,8 +90,8 @@ def no_second_load(subject: Subject) -> str | None:
     if not (names := engine.not_reloadable(subject.hf_files.specs)):
         return None
     return (
-        f"not tried, since {engine.label} cannot load INT4 layers other than routed experts a second time: "
-        f"{summarize(names)}; leave only experts in INT4 (`ckptkit quantize --preset rl`)"
+        f"not tried, since {engine.label} loads INT4 layers other than routed experts only once: "
+        f"{summarize(names)}; quantize only experts to INT4 (`ckptkit quantize --preset rl`)"
     )
 
 
@@ -120,9 +120,9 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     if not on_cpu:
         require(engine, subject)
     if subject.is_megatron:
-        raise CannotCheck("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
+        raise CannotCheck("an engine serves HF directories: convert this one (`ckptkit convert`) and verify the result")
     if (sizes := engine_sizes(engine, subject)) is None:
-        raise CannotCheck(f"{engine.label} has no such sizes: {engine.sizes}")
+        raise CannotCheck(f"{engine.label} does not support these sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
-        raise CannotCheck(f"needs CUDA: one GPU a rank for {sizes.ranks}, and {torch.cuda.device_count()} are here")
+        raise CannotCheck(f"an engine needs {sizes.ranks} GPUs, one per rank, but {torch.cuda.device_count()} are here")
     return sizes

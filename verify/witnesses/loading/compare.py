@@ -161,9 +161,9 @@ class Loaded:
         if (parameter := self.tensors.get(piece.param)) is None:
             wrong = f"{label} removed the parameter"
         elif tensor.numel() != self.sizes[piece.tensor]:
-            wrong = f"{self.sizes[piece.tensor]} elements were given, the source has {tensor.numel()}"
+            wrong = f"{self.sizes[piece.tensor]} elements were loaded, but the source has {tensor.numel()}"
         elif piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
-            wrong = f"{label} changed it to {list(parameter.shape)} {_short(parameter.dtype)}"
+            wrong = f"{label} changed the parameter to {list(parameter.shape)} {_short(parameter.dtype)}"
         else:
             actual = piece.actual(parameter)
             wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
@@ -203,8 +203,8 @@ class Loaded:
         yield from unplaced({param: mask for param, mask in masks.items() if mask.any()})
 
     def why_absent(self, name: str) -> str:
-        gave = f"the checkpoint gave it, {self.engine.FACTS.label} dropped it"
-        return gave if name in self.sizes else "the checkpoint never gave it"
+        gave = f"{self.engine.FACTS.label} dropped the tensor"
+        return gave if name in self.sizes else "the checkpoint has no such tensor"
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
         """Unwritten elements of unknown tensors, matched to the module's absent tensors by their total size."""
@@ -214,22 +214,22 @@ class Loaded:
             module = param.rpartition(".")[0]
             modules[module].remove(param)
             names, count = self.missing_siblings(param), int(masks[param].sum())
-            group = f" of {len(names)} tensors together" if len(names) > 1 else ""
+            group = f" for {len(names)} tensors together" if len(names) > 1 else ""
             what = f"{count} of {masks[param].numel()} elements{group} were never written"
             yield from (Observation(name, param, f"{what}: {self.why_absent(name)}") for name in names)
         for module, params in modules.items():
             absent = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{module}.")}
             if absent and sum(absent.values()) == sum(int(masks[param].sum()) for param in params):
                 for name, count in absent.items():
-                    what = f"{count} of {count} elements were never written: the checkpoint never gave it"
+                    what = f"{count} of {count} elements were never written: the checkpoint has no such tensor"
                     yield Observation(name, params[0], what)
                 continue
             for param in params:
                 in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
-                cause = "no HF tensor belongs there"
+                cause = "no HF tensor belongs in this parameter"
                 if in_part:  # on one of several ranks every tensor is
                     is_single = self.build.sizes.ranks == 1
-                    cause = "its tensor was written in part" if is_single else "none that was given was written there"
+                    cause = "its tensor was written in part" if is_single else "no tensor was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {cause}"
                 yield Observation(param, param, what)
 
@@ -253,8 +253,8 @@ class Loaded:
             for name in fitting:
                 yield Observation(name, param, f"{count} elements were never written: {self.why_absent(name)}")
             if not fitting:
-                what = f"{count} of {mask.numel()} elements were never written: none that was given was written there"
-                yield Observation(param, param, what)
+                cause = "no tensor of the checkpoint fills this parameter"
+                yield Observation(param, param, f"{count} of {mask.numel()} elements were never written: {cause}")
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -321,19 +321,19 @@ class Loaded:
             place = self.locate(name)
             param = place[0] if place else name
             if name not in self.sizes:
-                yield Observation(name, param, f"{self.engine.FACTS.label} never read it")
+                yield Observation(name, param, f"{self.engine.FACTS.label} never read the tensor")
             elif name in self.in_part:
                 what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
-                yield Observation(name, param, what)
+                yield Observation(name, param, what, is_partial=True)
             elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
-                    what = "it was given to load_weights and never written"
+                    what = "load_weights got the tensor but wrote it into no parameter"
                     if original := self.copies.get(name):
                         label = self.engine.FACTS.label
-                        what = f"{label}'s draft model uses {original}, which differs or was not loaded"
+                        what = f"{label}'s draft model uses {original} instead, which differs or was not loaded"
                     yield Observation(name, param, what, original=original, is_dropped=not original)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
-                    yield Observation(name, param, "another tensor was written over it")
+                    yield Observation(name, param, "another tensor overwrote it in the parameter")
 
     def dead_routers(self) -> Iterator[Observation]:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
@@ -346,9 +346,9 @@ class Loaded:
             if count := int(poisoned(held).sum()):
                 yield Observation(name, param, f"{count} of {held.numel()} elements were never written")
             elif not (held := held.float()).isfinite().all():  # FP8 has no `isfinite`
-                yield Observation(name, param, "not finite")
+                yield Observation(name, param, "the router has NaN or infinity")
             elif held.min() == held.max():
-                what = "all zero" if held.any().logical_not() else f"every element is {held.flatten()[0].item()}"
+                what = "all zero" if held.any().logical_not() else f"all elements are {held.flatten()[0].item()}"
                 yield Observation(name, param, what)
 
 

@@ -60,6 +60,7 @@ class Observation:
     rank: str | None = None  # the ranks that it concerns, or None for all
     is_absent: bool = False  # the engine has no such parameter, as a rank lacks those of other layers
     is_dropped: bool = False  # the engine was given the tensor and wrote no element of it
+    is_partial: bool = False  # the engine wrote some elements of the tensor, and not all
     original: str | None = None  # the target's tensor that a draft model uses instead of this copy
 
 
@@ -161,4 +162,5 @@ def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:
             continue
         elements = partial[0][0]
         if (count := covered(elements, [region for _, regions in partial for region in regions])) < elements:
-            yield replace(seen[0], what=f"only {count} of its {elements} elements were written", is_dropped=False)
+            what = f"only {count} of its {elements} elements were written"
+            yield replace(seen[0], what=what, is_dropped=False, is_partial=True)

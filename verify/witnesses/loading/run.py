@@ -42,7 +42,7 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]
         return run
     # An untested release may fail without a GPU because of the way in which ckptkit builds models there.
     tested = ", ".join(engine.tested)
-    message = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {failure.message}"
+    message = f"{engine.label} {release} fails (without a GPU ckptkit is tested with {tested}): {failure.message}"
     return replace(run, failures={0: replace(failure, verdict=False, message=message)})
 
 
@@ -103,10 +103,8 @@ def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
     # For other names an engine uses transformers' class, and to find it runs files of the checkpoint (`auto_map`).
     expected, actual = family_of(config).architectures, config.get("architectures")
     if actual not in [[name] for name in expected]:
-        raise CannotCheck(
-            f"config.json has architectures {actual!r:.80}, not ['{expected[0]}']: {engine.label} would run another "
-            "class, or code that comes with the checkpoint"
-        )
+        other = f"architectures in config.json is {actual!r:.80} instead of ['{expected[0]}']"
+        raise CannotCheck(f"{other}: {engine.label} would run another class, or code of the checkpoint")
 
 
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
@@ -116,7 +114,5 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
         return
     opened = open_megatron(subject.location, subject.hf_path)
     if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
-        raise CannotCheck(
-            f"Megatron holds no {carried[0]}*, and neither a folder next to it nor {opened.hf_path} has it: give --hf "
-            "the release with its weights"
-        )
+        lacking = f"the checkpoint has no {carried[0]}*, nor has a folder next to it or {opened.hf_path}"
+        raise CannotCheck(f"{lacking}: pass the release with its weights as --hf")

@@ -52,7 +52,7 @@ class _BrokenIsAbsent(MetaPathFinder):
             except _WITHOUT_CUDA as error:
                 if self._inside > 1:
                     raise
-                message = f"{name} is installed and cannot be imported here: {words_of(error, with_class=True)}"
+                message = f"{name} is installed but cannot be imported: {words_of(error, with_class=True)}"
                 raise ModuleNotFoundError(message, name=name) from error
             finally:
                 self._inside -= 1

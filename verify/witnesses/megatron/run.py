@@ -54,9 +54,7 @@ class MegatronRun:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
     if subject.is_hf:
-        raise CannotCheck(
-            "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
-        )
+        raise CannotCheck("an HF directory: convert it (`ckptkit convert`), then verify the result with --source")
     megatron = megatron_interpreter(subject)
     if not megatron.has("megatron") or not megatron.has("megatron.core"):
         raise CannotCheck("megatron-core is not installed: pip install megatron-core")
@@ -65,15 +63,15 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
         raise CannotCheck(
-            f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
+            f"verify cannot split this model's norms over more than {dims.groups} ranks: pass less as --tp"
         )
     given = subject.options.megatron
     refused = [option for option in given.given() if option in _REFUSED]
     if refused and subject.megatron_files.hybrid:
-        raise UsageError(
-            f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
-            "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
+        hint = (
+            "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel"
         )
+        raise UsageError(f"Megatron-LM refuses {', '.join(refused)} for this HybridModel", hint)
     etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     sizes = ParallelSizes(
         subject.tp,
@@ -92,10 +90,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     sizes = with_remainder(with_chunks(sizes), staged.layers)
     check_sizes(sizes, staged)
     if beyond := [rank for rank in given.ranks if not 0 <= rank < sizes.world]:
-        raise CkptkitError(
-            f"--ranks {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
-            f"they are numbered 0..{sizes.world - 1}",
-        )
+        message = f"--ranks is {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)"
+        raise CkptkitError(message, f"choose ranks from 0 to {sizes.world - 1}")
     return sizes
 
 
@@ -148,19 +144,13 @@ def run_megatron(subject: Subject) -> MegatronRun:
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
     """Raises CannotCheck if Megatron-LM's `load_checkpoint` is missing, or cannot run in this layout."""
     if not megatron_interpreter(subject).has("megatron.training"):
-        raise CannotCheck(
-            f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
-            "without --trainer-loader megatron-core itself loads"
-        )
+        hint = "install megatron-core 0.19 or later on Python 3.12, or leave out --trainer-loader"
+        raise CannotCheck(f"{_TRAINER} is not installed: {hint}")
     if sizes != ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp):
-        raise CannotCheck(
-            f"{_TRAINER} is run only with --tp, --pp, --ep and --etp, and layers that divide evenly, not with {sizes}"
-        )
+        raise CannotCheck(f"{_TRAINER} supports only --tp, --pp, --ep, --etp and even stages, not {sizes}")
     if at_once:
-        raise CannotCheck(
-            f"{_TRAINER} needs all {sizes.world} rank(s) at once, and these run a few at a time: leave out --ranks, or "
-            "choose sizes of fewer ranks that fit into memory"
-        )
+        why = f"{_TRAINER} needs all {sizes.world} rank(s) in memory at once"
+        raise CannotCheck(f"{why}: leave out --ranks, or choose sizes with fewer ranks")
 
 
 def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) -> int:
@@ -196,15 +186,14 @@ def _check_release(subject: Subject) -> None:
     """Raises CannotCheck for tensors or a model that the installed megatron-core does not support."""
     dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
     if (layout := subject.megatron_files.metadata.layout) != "torch_dist":
-        raise CannotCheck(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
+        raise CannotCheck(f"the checkpoint has keys of {layout}: convert it to HF, and that to Megatron's torch_dist")
     if dialect not in (MCORE, HYBRID):
-        raise CannotCheck(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
+        raise CannotCheck(f"the tensors belong to modules of {dialect}, which megatron-core does not have")
     dims, found = dims_of(config_of(subject)), str(megatron_interpreter(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     for feature, (major, minor) in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
         if release < (major, minor):
-            message = f"the HybridModel of megatron-core {found} has no {feature}: install {major}.{minor} or later"
-            raise CannotCheck(message)
+            raise CannotCheck(f"megatron-core {found}'s HybridModel has no {feature}: install {major}.{minor} or later")
     is_about = {"indexer-rows": dims.indexer, "query-norm": dims.mla and dims.mla.q_rank is None}
     for known in quirks("megatron", "refuses", found):
         if is_about[known.id]:
@@ -229,7 +218,7 @@ def computes_in(subject: Subject) -> Sequence[str]:
 
 def _not_computed(dims: ModelDims) -> str | None:
     """The reason why Megatron cannot compute a model, or None. Layers of `variants` only hold weights."""
-    own = "trainers bring their own layers"
+    own = "trainers add their own layers"
     reasons = {
         "Megatron's Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
         "Megatron's gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
@@ -250,7 +239,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):
-        raise CannotCheck(f"{reason}; `verify --logits` without --against-megatron only runs transformers (CK607)")
+        raise CannotCheck(f"{reason}; leave out --against-megatron, so that --logits runs transformers only (CK607)")
     _check_release(subject)
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
@@ -279,7 +268,7 @@ def _device(job: RankJob, gpu: bool) -> str:
     if job.trainer:
         return f"{_TRAINER}, gloo on the CPU, {spec}"
     if job.at_once:
-        return f"the CPU, each rank by itself and {job.at_once} at once, {spec}"
+        return f"the CPU, ranks without a process group and {job.at_once} at a time, {spec}"
     return f"{'NCCL on GPUs' if gpu else 'gloo on the CPU'}, {spec}"
 
 

@@ -115,7 +115,7 @@ def describe_exit_code(code: int) -> str | None:
     if code == 0:
         return None
     if code == OVER_MEMORY:
-        return "ended by ckptkit: it took nearly all memory that was free when it began"
+        return "ckptkit ended it, because it used nearly all memory that was free at its start"
     if code > 0:
         return f"exit code {code}"
     cause = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""

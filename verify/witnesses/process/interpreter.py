@@ -85,9 +85,9 @@ class Interpreter:
                 finally:
                     process.kill()
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
+            raise UsageError(f"{self.path} is not a working Python", words_of(error)) from error
         if process.returncode not in (0, _ABSENT):
-            raise UsageError(f"{self.path} is not a Python that runs", one_line(errors)[-200:] or "it failed")
+            raise UsageError(f"{self.path} is not a working Python", one_line(errors)[-200:] or "it failed")
         return None if process.returncode else output
 
 

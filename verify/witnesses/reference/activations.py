@@ -40,7 +40,7 @@ def group_of(quantization: Mapping[str, Any]) -> int | None:
     sizes = {int(one.get("group_size") or 0) for one in inputs}
     if len(sizes) == 1 and all(known.items() <= one.items() and one.get("strategy") != "tensor" for one in inputs):
         return sizes.pop()
-    raise CannotCheck("SGLang also rounds activations of this format, and ckptkit does not know their noise")
+    raise CannotCheck("SGLang rounds activations of this format too, and ckptkit does not know how much that changes")
 
 
 def _group_inputs(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -59,7 +59,7 @@ def rounded_inputs(model: nn.Module, modules: Collection[str], group: int) -> It
         for module in layers:
             stack.callback(module.register_forward_pre_hook(partial(_round, group), with_kwargs=True).remove)
         if not layers:
-            raise CkptkitError("transformers has no module that the checkpoint has in FP8", "leave out --logits")
+            raise CkptkitError("transformers builds none of the modules that are stored in FP8", "leave out --logits")
         yield
 
 

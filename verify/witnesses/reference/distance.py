@@ -24,9 +24,9 @@ class Distance:
     parted: tuple[int, int] | None  # prompt and position of the first token for which their best tokens differ
 
     def __str__(self) -> str:
-        best = "the same best token everywhere"
+        best = "the same best token at all positions"
         if self.parted:
-            best = f"best tokens differ from token {self.parted[1]} of prompt {self.parted[0]} on"
+            best = f"different best tokens, first at token {self.parted[1]} of prompt {self.parted[0]}"
         gap = f"mean {self.mean:.4f}, largest {self.largest:.3f}"
         return f"{gap}; KL {self.divergence:.2g}; top tokens shared {self.overlap:.1%}; {best}"
 

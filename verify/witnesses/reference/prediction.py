@@ -63,13 +63,13 @@ def tokenizer_of(path: Path) -> Any | None:
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
     """Token ids of TEXTS, and again with the config's first token. Raises CannotCheck without a fitting tokenizer."""
     if tokenizer is None:
-        raise CannotCheck("tokenizer.json is missing, so the model can read no text: take it from the release")
+        raise CannotCheck("tokenizer.json, which encodes texts, is missing: take it from the release")
     text_config = language_part(config)
     plain = [list(tokenizer.encode(text)) for text in TEXTS]
     begin = text_config.get("bos_token_id", config.get("bos_token_id"))
     texts = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]
     if any(len(ids) < 2 or max(ids) >= text_config["vocab_size"] for ids in texts):
-        raise CannotCheck("the tokenizer's ids of a plain text are not in the model's vocabulary (CK707)")
+        raise CannotCheck("the tokenizer gives ids of a plain text that are outside the model's vocabulary (CK706)")
     return texts
 
 

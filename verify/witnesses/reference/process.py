@@ -90,7 +90,7 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
     name = (config.architectures or [""])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
-        raise CkptkitError(f"transformers has no class {name}", "there is no other reference for log-probabilities")
+        raise CkptkitError(f"transformers has no class {name}, the only reference", "leave out --logits")
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
     if isinstance(checkpoint, View):  # dequantized, or from Megatron
         config = type(config).from_dict(without_quantization(config.to_dict()))
@@ -99,9 +99,7 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
     else:
         model, info = architecture.from_pretrained(home, config=config, **options)
     if missing := sorted(info["missing_keys"]):
-        raise CkptkitError(
-            f"transformers finds no tensor for {summarize(missing)}", "the checks of headers name the missing tensors"
-        )
+        raise CkptkitError(f"transformers finds no tensor for {summarize(missing)}", "restore these tensors")
     size = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available() and 1.2 * size + _ROOM_BYTES < torch.cuda.mem_get_info()[0]:
         model.cuda()

@@ -34,7 +34,7 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
     limit_s = time_limit(specs, _PASSES) + operations / _OPERATIONS_A_SECOND
-    return ask(job, _WITNESS, Reference, limit_s).require("transformers gave no reference")
+    return ask(job, _WITNESS, Reference, limit_s).require("transformers computed no reference")
 
 
 @once
@@ -51,17 +51,15 @@ def run_prediction(subject: Subject) -> Reference:
     sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
     fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]
     if not fitting:
-        raise CannotCheck(
-            f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are free: run it on a "
-            "larger machine, or an engine on GPUs (--engine --logits)"
-        )
+        lack = f"transformers needs {size(sizes[None])} of memory for this model, but {size(free)} are free"
+        raise CannotCheck(f"{lack}: use a larger machine, or an engine on GPUs (--engine --logits)")
     return run_reference(subject, ReferenceJob(subject.path, texts=texts, hf=subject.hf_path, dtype=fitting[0]))
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
     """Raises CannotCheck if transformers is known to compute another model for prompts."""
     if reason := transformers_deviation(config_of(subject), max(map(len, prompts))):
-        raise CannotCheck(f"transformers is not a reference for this model: {reason}")
+        raise CannotCheck(f"transformers cannot be the reference for this model: {reason}")
 
 
 def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Reference:

@@ -32,7 +32,7 @@ _CLASSES = re.compile(
     r"|copyreg\._reconstructor|builtins\.object"
 )
 _MAX_TEMPERATURE = 2  # the maximum of chat endpoints; in metadata more is another temperature
-_SAME = "record it anew with --save-debug-rollout-data"
+_SAME = "record the file again with --save-debug-rollout-data"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_recording(path: Path) -> Recording:
     file = SavedFile(path, lambda kind: kind in _STORAGES or _CLASSES.fullmatch(kind) is not None)
     content = file.content
     if not isinstance(content, dict):
-        raise CkptkitError(f"{path} holds no samples, but {type(content).__name__}", _SAME)
+        raise CkptkitError(f"{path} contains a {type(content).__name__} instead of samples", _SAME)
     samples = [_sample(file, index, row) for index, row in enumerate(_rows(content, path))]
     if not samples:
         raise CkptkitError(f"{path} has no samples", "use the file of another rollout")
@@ -92,7 +92,7 @@ def _rows(content: Mapping[Any, Any], path: Path) -> Sequence[Mapping[str, Any]]
     if not isinstance(columns, dict) or not isinstance(lengths := columns.get("response_lengths"), list):
         raise CkptkitError(f"{path} has no list of samples", _SAME)
     if (ranks := content.get("cp_size", 1)) != 1:
-        message = f"{path} holds a part of each response only: the trainer has {ranks} context parallel ranks"
+        message = f"{path} has only a part of each response, since the trainer has {ranks} context parallel ranks"
         raise CkptkitError(message, "use a file of --save-debug-rollout-data")
     complete = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
     return [{key: column[index] for key, column in complete.items()} for index in range(len(lengths))]
@@ -103,13 +103,13 @@ def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSamp
     tokens = _numbers(file, where, "tokens", row.get("tokens"), {int})
     response = row.get("response_length", row.get("response_lengths"))
     if type(response) is not int or not 0 <= response <= len(tokens):
-        raise CkptkitError(f"{where} has {len(tokens)} tokens and a response of {response!r:.40}", _SAME)
+        raise CkptkitError(f"{where} has {len(tokens)} tokens, but response_length is {response!r:.40}", _SAME)
     lists = {}
     for key, value in {"loss_mask": row.get("loss_masks"), **row}.items():
         if key in ("loss_mask", *SIDES) and value is not None:
             lists[key] = _numbers(file, where, key, value, {int, float, bool})
             if len(lists[key]) != response:
-                raise CkptkitError(f"{where} has {len(lists[key])} of {key} for a response of {response} tokens", _SAME)
+                raise CkptkitError(f"{where} has {response} response tokens, but {len(lists[key])} {key}", _SAME)
     metadata, given = _object(row.get("metadata")), _object(row.get("apply_chat_template_kwargs"))
     options = {**given, "tools": metadata["tools"]} if isinstance(metadata.get("tools"), list) else given
     return RecordedSample(

@@ -62,8 +62,8 @@ def parts_of(subject: Subject) -> Sequence[RecordedSample]:
     usable = [part for part in found if any(part.mask) and part.log_probs]
     if not usable:
         reasons = dict.fromkeys(filter(None, (one.skip_reason for one in recording.samples)))
-        why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
-        raise CannotCheck(f"no sample of {recording.path} can be computed again: {why}")
+        why = "; ".join(reasons) or f"none has recorded response tokens among its first {longest}"
+        raise CannotCheck(f"transformers can compute no sample of {recording.path} again: {why}")
     spread = (_spread(usable, count) for count in range(_SAMPLES, 0, -1))
     return next(parts for parts in spread if sum(len(part.tokens) for part in parts) <= _TOKENS)
 
@@ -119,4 +119,4 @@ def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck if it does not."""
     job = RolloutJob(tokenizer_directory(subject).absolute(), recorded_prompts(subject))
     answer = ask(job, "ckptkit.verify.witnesses.rollouts.process", RenderedPrompts, START_S)
-    return answer.require("prompts could not be rendered").renderings
+    return answer.require("transformers could not render the prompts").renderings

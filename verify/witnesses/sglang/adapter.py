@@ -205,9 +205,9 @@ def _draft_config(args: Any, target: Any) -> Any:
     (own,) = target.hf_config.architectures
     model_config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
     if model_config.hf_config.architectures == [own]:
-        raise CkptkitError(f"SGLang has no class for the multi-token prediction layers of {own}", "serve it without")
+        raise CkptkitError(f"SGLang has no class for the draft layers of {own}", "serve without speculative decoding")
     if model_config.hf_config.architectures == [_ONE_EACH]:
-        raise CkptkitError(f"SGLang builds one {_ONE_EACH} for each such layer, and the witness builds none")
+        raise CkptkitError(f"ckptkit cannot check {_ONE_EACH}, SGLang's class for multi-token prediction layers")
     return model_config
 
 

@@ -133,7 +133,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
         if os.getpid() != process:  # the trainer forked, and this process has nothing to report
             os._exit(1)
     if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
-        raise CkptkitError(f"{_ROUTER}, which takes options of the launch, is not installed", "install it there")
+        raise CkptkitError(f"{_ROUTER}, which parses options of the launch, is missing", "install it for the trainer")
     # After an error of one parser, later ones have not run.
     is_known = parsers.have_parsed and not parsers.error
     untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
@@ -149,7 +149,7 @@ def _find_trainer(trainers: Sequence[str]) -> tuple[str, str]:
             if os.path.isfile(f"{module}.py") or os.path.isfile(os.path.join(module, "__init__.py")):
                 return trainer, os.path.abspath(folder)
     names = " or ".join(map(_module_of, trainers))
-    raise CkptkitError(f"{names} was not found", "name a Python that has it, or set PYTHONPATH to its checkout")
+    raise CkptkitError(f"{names} was not found", "pass a Python that has it, or set PYTHONPATH to its checkout")
 
 
 def _module_of(trainer: str) -> str:
@@ -162,7 +162,7 @@ def _program_file(program: str) -> str:
     spec = None if program.endswith(".py") else find_spec(program)
     file = os.path.abspath(program if spec is None else spec.origin or "")
     if not os.path.isfile(file):
-        raise CkptkitError(f"{program} was not found", "start it where the launch does")
+        raise CkptkitError(f"{program} was not found", "start preflight in the directory of the launch")
     return file
 
 
@@ -182,21 +182,21 @@ def _run_program(program: str, file: str) -> None:
     except SystemExit as ended:
         if ended.code:
             raise
-    raise CkptkitError(f"{program} ended before it began a job", "give the options of a job")
+    raise CkptkitError(f"{program} ended before it began a job", "pass the options of a job")
 
 
 def _parse_megatron(module: Any) -> None:
     """Parses as Megatron-LM's programs do, without options that a program adds to Megatron's own."""
     arguments = module.parse_args(ignore_unknown_args=True)
     if getattr(arguments, "use_checkpoint_args", None) or getattr(arguments, "yaml_cfg", None):
-        raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "give them in the launch")
+        raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "set them in the launch")
     module.validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})  # the default of pretrain_gpt.py
 
 
 def _refuse_checkpoint_code(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook that stops code of a checkpoint, which slime has transformers copy into a package and run."""
     if event == "exec" and "transformers_modules" in str(getattr(arguments[0], "co_filename", "")):
-        raise CkptkitError("the checkpoint's config has code of its own, which is not run here")
+        raise CkptkitError("the checkpoint's config needs code of the checkpoint, which ckptkit does not run")
 
 
 def _refusal_of(error: BaseException, parsers: _Parsers, home: str, program: str) -> tuple[str, str]:

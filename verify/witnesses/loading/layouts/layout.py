@@ -38,7 +38,7 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def unknown_layout(name: str) -> Layout:
     """The layout of a kernel or a quantization method that ckptkit does not know."""
-    return lambda module: ((), lambda: LayerOutcome(unknown=f"{name} has a layout of its own"))
+    return lambda module: ((), lambda: LayerOutcome(unknown=f"{name} has a layout that ckptkit does not know"))
 
 
 def not_kept(names: Collection[str]) -> Layout:
@@ -152,7 +152,7 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
 
         def compare() -> LayerOutcome:
             if values is None:
-                return LayerOutcome(unknown="its kernel has a layout of its own")
+                return LayerOutcome(unknown="ckptkit does not know the layout of its kernel")
             outputs, inputs = values.exact.shape
             batches = torch.split(torch.arange(inputs, device=values.exact.device), _BATCH)
             units = (nn.functional.one_hot(batch, inputs).to(dtype) for batch in batches)
@@ -179,7 +179,7 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
             # A plain weight does not change; FP8 may have been rounded again, which that layer's own layout compares.
             values = values_of(packed or own_parameters(layer), block)
             if values is None:
-                return LayerOutcome(unknown="its treatment of kv_b_proj is not known")
+                return LayerOutcome(unknown="ckptkit does not know how kv_b_proj is changed")
             exact, within = (
                 tensor.expand(values.exact.shape).reshape(heads, -1, values.exact.shape[1])
                 for tensor in (values.exact, values.within)
@@ -218,7 +218,7 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
             for (name, scale_name), (codes, scales) in before.items():
                 now = [getattr(module, one).detach() for one in (name, scale_name)]
                 if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
-                    outcome.unknown = f"{scale_name} has a layout of its kernel's own"
+                    outcome.unknown = f"{scale_name} has a kernel's layout that ckptkit does not know"
                     continue
                 for place, matrices in by_expert(name, codes, scales, *now):
                     loaded, repacked = matrices[:2], matrices[2:]

@@ -79,7 +79,7 @@ class SglangServer:
             held |= {f"{rank} {prefix}{name}": (digest, size) for name, (digest, size) in record["held"].items()}
         if len(models) != self._job.sizes.tp * (2 if self._job.draft else 1):
             names = ", ".join(f"rank {rank}{' (draft)' if prefix else ''}" for rank, prefix in sorted(models))
-            raise CkptkitError(f"of the engine's models only these wrote their tensors: {names}", "please report this")
+            raise CkptkitError(f"only these models of the engine wrote their tensors: {names}", "report this")
         return held
 
     def check(self, action: str) -> Sequence[str]:
@@ -124,9 +124,7 @@ class SglangServer:
     def poison(self) -> None:
         """Poisons every parameter in every rank. Raises CkptkitError for layers that could not be loaded again."""
         if other := [name for name, scheme in self.packed.items() if scheme != RELOADABLE]:
-            raise CkptkitError(
-                f"ckptkit knows no way to load {summarize(other)} into SGLang again", "leave only experts in INT4"
-            )
+            raise CkptkitError(f"ckptkit cannot load {summarize(other)} into SGLang again", "quantize only experts")
         self._run_loader("", POISON)
 
     def _run_loader(self, name: str, loader: str) -> None:
@@ -179,17 +177,14 @@ def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
     import sglang
 
     if draft_class(Path(job.checkpoint)) is None:
-        raise CkptkitError(
-            f"SGLang has no class for the multi-token prediction layers of {checkpoint.config['architectures'][0]}",
-            "serve the model without them",
-        )
+        name = checkpoint.config["architectures"][0]
+        message = f"SGLang has no class for the multi-token prediction layers of {name}"
+        raise CkptkitError(message, "serve the model without speculative decoding")
     quantized = (WEIGHT_PACKED, WEIGHT_SCALE_INV)
     packed = [name for name in draft_names(checkpoint.config, checkpoint.specs) if name.endswith(quantized)]
     if packed and _has_sessions(sglang.Engine):
-        raise CkptkitError(
-            f"reading a draft model back would repack {summarize(packed)} a second time",
-            "leave the multi-token prediction layers unquantized",
-        )
+        message = f"to read the draft model back, SGLang would repack {summarize(packed)} a second time"
+        raise CkptkitError(message, "store the multi-token prediction layers unquantized")
 
 
 def _judged(answer: Mapping[str, Any]) -> Judged:
