@@ -19,7 +19,7 @@ from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.verify.checks.config.arguments import mismatches
 from ckptkit.verify.checks.witnesses.megatron import right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -63,7 +63,7 @@ def test_every_rank_holds_the_whole_indexer(releases, converted):
             run_megatron(subject)
         return
     assert run_megatron(subject).failures == {}
-    assert [finding for check in (strict_load, right_slices) for finding in check(subject, Tally())] == []
+    assert [finding for check in (strict_load, right_slices) for finding in check(subject, CheckResult("", ""))] == []
     for report in run_megatron(subject).reports:
         held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
         assert len(held) == 6 * 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.verify.checks.witnesses.behaviour import judge_run
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.options import VerifyOptions
@@ -39,7 +39,7 @@ def computed(subject, dtype):
 def agrees(run, subject):
     """Every rank's answers are within the noise."""
     assert run.reference is not None
-    assert list(judge_run(run, subject, Tally())) == []
+    assert list(judge_run(run, subject, CheckResult("", ""))) == []
 
 
 @ENGINE

@@ -1,7 +1,7 @@
 """Parallel layouts to load test models at, as keywords of Subject."""
 
 from ckptkit.verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.options import MegatronOptions
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
@@ -25,5 +25,5 @@ def two_of(number, experts, impossible=()):
 
 def judge(subject):
     """All findings of the checks of Megatron, from one launch, and what each compared."""
-    tallies = {code: Tally() for code in CHECKS}
-    return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies
+    results = {code: CheckResult("", "") for code in CHECKS}
+    return [finding for code, check in CHECKS.items() for finding in check(subject, results[code])], results

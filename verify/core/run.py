@@ -13,9 +13,9 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
-from ckptkit.verify.core.check import STAGE_LABELS, Check, Tally, registered
+from ckptkit.verify.core.check import STAGE_LABELS, Check, registered
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Status
+from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 
@@ -106,33 +106,32 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
 
 
 def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
-    tally = Tally()
+    result = CheckResult(one.code, one.title, failed=one.failed)
     started = time.monotonic()
     found: list[Finding] = []
     stop: Stop | None = (f"not run because {broken} failed", (broken,)) if broken else None
     try:
         if stop is None or not one.needs_sound_headers:
-            stop = _collect(one, subject, tally, found, broken)
+            stop = _collect(one, subject, result, found, broken)
     except NotApplicable as why:
         return Outcome(not_applicable={str(why): [one.code]})
-    if stop is None and tally.tensors == 0 and not found and broken:
+    if stop is None and result.tensors_compared == 0 and not found and broken:
         stop = f"nothing to look at because {broken} failed", (broken,)
-    if stop is None and tally.tensors == 0 and not found:
+    if stop is None and result.tensors_compared == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
     failed = any(finding.severity == "error" for finding in found)
-    status: Status = "failed" if failed else "skipped" if stop else "passed"
-    seconds = round(time.monotonic() - started, 3)
-    result = CheckResult(
-        one.code, one.title, status, stop[0] if stop else None, tally.tensors, tally.bytes, seconds, one.failed
-    )
-    return Outcome([result], found, tally.facts, {stop: [one.code]} if stop else {})
+    result.status, result.reason = "failed" if failed else "skipped" if stop else "passed", stop[0] if stop else None
+    result.seconds = round(time.monotonic() - started, 3)
+    return Outcome([result], found, result.facts, {stop: [one.code]} if stop else {})
 
 
-def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> Stop | None:
+def _collect(
+    one: Check, subject: Subject, result: CheckResult, found: list[Finding], broken: str | None
+) -> Stop | None:
     """Runs a check, adds its findings to `found` and returns why it stopped. Raises NotApplicable as it does."""
     try:
-        for finding in one.run(subject, tally):
+        for finding in one.run(subject, result):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
     except NotApplicable as why:
         if not found and not one.asks_witness:

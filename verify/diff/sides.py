@@ -19,7 +19,7 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.verify.checks.config.config import config_differences, describe_model, is_another_model, plain_differences
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.evidence.reading import as_hf_view
@@ -127,7 +127,7 @@ def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], lis
     is_supported = supported(a) and supported(b)
     if is_supported and is_another_model(a, b):
         return [f"config.json differs: {describe_model(a)} and {describe_model(b)}"], []
-    differences = (config_differences if is_supported else plain_differences)(a, b, Tally())
+    differences = (config_differences if is_supported else plain_differences)(a, b, CheckResult("", ""))
     lines = {}
     for severity, ones in by_key((one.severity, one) for one in differences).items():
         more = f" and {len(ones) - _LISTED} more" if ones[_LISTED:] else ""

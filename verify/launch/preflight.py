@@ -20,8 +20,8 @@ from ckptkit.formats.detect import refuse_url, require_own_files
 from ckptkit.storage.regular import read_regular
 from ckptkit.verify.checks.config.config import STAGES
 from ckptkit.verify.checks.headers.torch_dist import TRAINING_STATE
-from ckptkit.verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
-from ckptkit.verify.core.report import CheckResult, Finding, Report, now
+from ckptkit.verify.core.check import NOT_APPLICABLE, Check, all_checks
+from ckptkit.verify.core.report import NOTES, CheckResult, Finding, Report, now
 from ckptkit.verify.core.run import Outcome, checked_stages, run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of

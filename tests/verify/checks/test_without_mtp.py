@@ -20,7 +20,7 @@ from ckptkit.converters.planner import rules_of
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.options import VerifyOptions
@@ -170,7 +170,9 @@ def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path):
 
 
 def judge(subject):
-    return [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())]
+    return [
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, CheckResult("", ""))
+    ]
 
 
 def held(subject):
@@ -230,7 +232,7 @@ def test_every_rank_holds_its_slice(tmp_path, ranks):
     convert(tmp_path / "release", tmp_path / "megatron")
     subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=tp))
     for check in (strict_load, right_slices):
-        assert list(check(subject, Tally())) == []
+        assert list(check(subject, CheckResult("", ""))) == []
     for report in run_megatron(subject).reports:
         elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
         assert elements.items() >= HELD[ranks].items()

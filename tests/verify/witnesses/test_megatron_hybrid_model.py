@@ -78,13 +78,13 @@ def test_every_rank_holds_its_slice(made, name):
         with pytest.raises(CannotCheck, match="tied"):
             judge(subject)
         return
-    findings, tallies = judge(subject)
+    findings, results = judge(subject)
     assert findings == []
     ranks = [one for one in run_megatron(subject).reports if one.tp == one.ep == 0]
     held = [layer for report in ranks for chunk in report.layers for layer in chunk]
     assert sorted(held) == list(range(hybrid_dims(dims).layers))
-    assert tallies["CK402"].tensors >= len(subject.checkpoint.specs)
-    assert ", HybridModel, " in tallies["CK401"].facts["megatron"][0]
+    assert results["CK402"].tensors_compared >= len(subject.checkpoint.specs)
+    assert ", HybridModel, " in results["CK401"].facts["megatron"][0]
 
 
 # Prints each kind of layer whose norm is a module of its own.
@@ -155,6 +155,6 @@ def test_attention_of_another_layer_is_named(made, copy_of):
 @pytest.mark.parametrize("name", ["qwen2-tied", "deepseek_v3"])
 def test_megatron_lms_own_load_checkpoint_takes_it(made, name):
     options = MegatronOptions(trainer_loader=True)
-    findings, tallies = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=options))
+    findings, results = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=options))
     assert findings == []
-    assert "Megatron-LM's load_checkpoint" in tallies["CK401"].facts["megatron"][0]
+    assert "Megatron-LM's load_checkpoint" in results["CK401"].facts["megatron"][0]

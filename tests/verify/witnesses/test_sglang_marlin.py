@@ -12,7 +12,7 @@ from support.sglang_runs import answered
 from torch import nn
 
 from ckptkit.verify.checks.witnesses.loading import repacked
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
 from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome
@@ -137,7 +137,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert():
     report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
     subject = Subject(Path("checkpoint"))
     subject._results[run_engine_load, SGLANG] = answered(report)
-    assert next(repacked["sglang"](subject, Tally())).code == "CK506"
+    assert next(repacked["sglang"](subject, CheckResult("", ""))).code == "CK506"
     zeros = module.w13_weight_zero_point.data
     sizes = {"size_k": 4, "size_n": 64, "num_bits": 4}
     module.w13_weight_zero_point.data = of_sglang("moe_awq_to_marlin_zero_points", zeros, **sizes)

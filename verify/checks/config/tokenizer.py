@@ -13,7 +13,8 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import is_of_no_family, require_config
 from ckptkit.verify.evidence.side.compare import side_differences
 from ckptkit.verify.evidence.side.texts import TextJob, ask_library
@@ -57,7 +58,7 @@ def _has_vocabulary(subject: Subject) -> None:
 
 
 @check("CK706", preflight=True, applies_to=_has_vocabulary)
-def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def ids_have_rows(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The largest id of every tokenizer file is below `vocab_size` (CK105 checks the embedding); one id per token."""
     side = side_of(subject)
     if subject.is_hf and is_of_no_family(subject):
@@ -72,10 +73,10 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _unreadable(subject, side, "a tokenizer that can be read", error)
         return
     if not vocabularies:
-        tally.compared()
+        result.compared()
         yield Issue("a vocabulary", "the tokenizer's files hold no token", file=side.root)
     for file, ids in vocabularies.items():
-        tally.compared()
+        result.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             actual = f"{token!r} has id {largest}; ids without a row: {sum(number >= rows for number in ids.values())}"
@@ -96,14 +97,14 @@ def _source_has_files(subject: Subject) -> None:
 
 
 @check("CK708", needs=("source",), preflight=True, applies_to=_source_has_files)
-def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def side_files_carried(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every file that loaders read, except config.json (CK702) and the files of a quantizer.
 
     Tokenizers are compared by tokens and, if a file differs, by encoding texts with tokenizers and transformers; chat
     templates by rendering them; generation_config.json by its effect; code by its bytes.
     """
     side, source = side_of(subject), source_side(subject)
-    tally.compared()
+    result.compared()
     try:
         for one in side_differences(side, source, "in the source"):
             copied = one.source or (one.file if (source.root / one.file).exists() else None)
@@ -116,9 +117,9 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK720", applies_to=only_if(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
-def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tokenizer_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """A tokenizer file; a missing one is an error if the source has it, else a warning."""
-    tally.compared()
+    result.compared()
     if not side_of(subject).has_tokenizer:
         source = source_side(subject) if subject.source_path else None
         hint = f"copy the tokenizer files from {source.root}" if source and source.has_tokenizer else ""
@@ -146,13 +147,13 @@ def _class_may_differ(subject: Subject) -> None:
 
 
 @check("CK732", applies_to=_class_may_differ)
-def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def class_takes_tokenizer(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The ids of texts by AutoTokenizer are those by tokenizers; a warning if the source has the same files."""
     side = side_of(subject)
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
     if answer is None or answer.refused:  # also because of config.json, which CK541 judges
         raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
-    tally.compared(answer.texts)
+    result.compared(answer.texts)
     if declared := side.tokenizer_config.get("tokenizer_class"):
         name = f"tokenizer_class {declared!r}"
     else:
@@ -174,7 +175,7 @@ def _has_two_files(subject: Subject) -> None:
 
 
 @check("CK707", preflight=True, applies_to=_has_two_files)
-def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def special_tokens_agree(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens are in the vocabulary, and the same in all files.
 
     generation_config.json often has several ends, so two files need only one in common. The source's ends that the
@@ -192,7 +193,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for kind, by_file in declared.items():
         sound = dict(by_file)
         for file, numbers in by_file.items():
-            tally.compared()
+            result.compared()
             unused = {-1} if kind == "pad" else set()
             if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
@@ -204,7 +205,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     raw = ((f"{kind}_token_id", *pair) for kind in _KINDS for pair in _raw_ids(side, kind))
     for key, file, value in ((key, file, value) for key, file, values in raw for value in values):
         if type(value) is not int:
-            tally.compared()
+            result.compared()
             yield Issue(f"{key} as a whole number", f"{key} {shortened(value)}", hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
     for kind, text in unknown.items():
@@ -212,7 +213,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with suppress(CkptkitError):  # CK708 reports a source that cannot be read
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(declared.values()):
-        tally.compared()  # three files were read, and none of them has a special token
+        result.compared()  # three files were read, and none of them has a special token
 
 
 def _lost_ends(side: SideFiles, source: SideFiles) -> Iterator[Issue]:

@@ -22,7 +22,8 @@ from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from ckptkit.storage.links import fetch_again, format_links
 from ckptkit.verify.checks.quantization.quantization_config import undeclared_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import (
     Expected,
     config_of,
@@ -86,7 +87,7 @@ def require_metadata(subject: Subject) -> None:
 
 
 @check("CK101", gate=True)
-def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def config_usable(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The config is JSON, of a supported family, and its sizes fit together. An unknown model is not judged."""
     if subject.is_megatron:
         require_metadata(subject)
@@ -94,7 +95,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
     try:
         config_of(subject)
-        tally.compared()
+        result.compared()
     except CkptkitError as error:
         # An unknown model may be right, and so may its launch.
         is_unknown = isinstance(error, UnknownModelError) and subject.arguments is None
@@ -106,7 +107,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK102", gate=True, applies_to=only_hf)
-def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def shards_whole(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every file of the index exists, its header fits its size and offsets, and links have targets."""
     files = subject.hf_files
     if links := files.dangling:  # a warning if loaders read none of them
@@ -119,7 +120,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _for_files(gone, "the file that the index names", "missing", "copy or download it")
     by_fault: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
-        tally.compared(len(shard.specs) or 1)
+        result.compared(len(shard.specs) or 1)
         for fault in shard.faults:
             if fault.name is None:
                 by_fault[fault.expected, fault.actual].append(file)
@@ -150,12 +151,12 @@ def _for_files(files: Sequence[str], expected: str, actual: str, hint: str = "")
 
 
 @check("CK103", gate=True, applies_to=only_hf)
-def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def index_sound(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file in this directory."""
     if INDEX in subject.hf_files.dangling:
         raise CannotCheck("not run because the index is a link that leads nowhere", "CK102")
     refuse_other_format(subject.path)
-    tally.compared()
+    result.compared()
     hint = ""
     if not (files := subject.hf_files).loader_files and files.index is None:
         # verl keeps config and tokenizer in huggingface/, next to the weights.
@@ -166,7 +167,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK105", gate=True)
-def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_shapes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may have more rows, as padding."""
     specs = names_of(subject)
     expected = require_expected(subject)
@@ -176,7 +177,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:
         raise CannotCheck("not run because no tensor has a name that config.json promises", "CK104")
-    tally.compared(known)
+    result.compared(known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
@@ -201,14 +202,14 @@ def _needs_index(subject: Subject) -> None:
 
 
 @check("CK106", applies_to=_needs_index)
-def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def total_size_true(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if not files.index:
         raise CannotCheck("there is no usable index", "CK103")
     if files.unknown:
         raise CannotCheck("not run because some shards cannot be read", "CK102")
-    tally.compared(len(files.specs))
+    result.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise CannotCheck("not run because index and shards name different tensors", "CK104")
     total = sum(one.nbytes for one in (files.specs if files.duplicates else files.shards).values())
@@ -220,12 +221,12 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK108", applies_to=only_hf)
-def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def shards_numbered(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The shards have the numbers 1 to N, or from 0, each once and with one N; and no shard was only renamed."""
     files = subject.hf_files
     if not files.loader_files:
         raise CannotCheck("there are no shards", "CK103")
-    tally.compared(len(files.loader_files))
+    result.compared(len(files.loader_files))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.loader_files)):
         series[match[1]][int(match[3])].append(int(match[2]))
@@ -263,10 +264,10 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
 
 
 @check("CK110")
-def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """There are no adapter files next to the weights, and no adapter names among the tensors."""
     names = names_of(subject)
-    tally.compared(len(_ADAPTER_FILES) + len(names))
+    result.compared(len(_ADAPTER_FILES) + len(names))
     root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
@@ -274,7 +275,7 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         adapter = f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base"
         command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
-        tally.note(f"{adapter}: {command} checks whether it is merged into these weights")
+        result.note(f"{adapter}: {command} checks whether it is merged into these weights")
     every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
@@ -284,7 +285,7 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK107", explained_by=("CK203",))
-def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_dtypes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each kind of tensor has one dtype, as in config.json; fp32 in a smaller dtype is a warning (see CK203)."""
     specs = names_of(subject)
     if subject.is_hf:
@@ -294,7 +295,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     may_have_codes = is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
     codes = parts_in_floats(subject)
     for names in subject.kinds:
-        tally.compared()
+        result.compared()
         usual, count = Counter(specs[name].dtype for name in names).most_common(1)[0]
         # CK302 and CK306 judge layers that FP8 and the like leave out.
         plain = [name for name in names if name not in codes] if count < len(names) else []

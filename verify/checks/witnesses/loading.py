@@ -18,7 +18,8 @@ from ckptkit.quant.ignore.names import entry_for
 from ckptkit.verify.checks.config.config import is_parallel
 from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Run, Severity, Subject, Tally, check, only_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Run, Severity, Subject, check, only_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import (
     config_of,
     config_or_none,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # each adapter must implement the protocol
 
 _NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` returns that of a model
-Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
+Issues = Callable[[EngineFacts, Subject, CheckResult], Iterator[Issue]]
 
 
 def each_engine(
@@ -131,7 +132,7 @@ def _findings(
 
 
 @each_engine(1)
-def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def loads(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The engine's model class is built from the config, and its `load_weights` loads the checkpoint."""
     run = run_engine_load(subject, engine)
     if run.report is None:
@@ -141,7 +142,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
         yield Issue(expected, message, why_refused(engine, message, lacking))
         return
     report = run.report
-    tally.compared(report.loaded_names)
+    result.compared(report.loaded_names)
     untested = "" if report.version in engine.tested else f" (tested are {', '.join(engine.tested)})"
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
@@ -154,22 +155,22 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     for names in group_by_pattern(report.requantized):
         change = f"by up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
         facts.append(f"requantized for its kernel: {summarize(names)}, {change}")
-    tally.facts[engine.label] = facts
+    result.facts[engine.label] = facts
 
 
 @each_engine(2, explained_by=("CK104", "CK301", "CK302", "{engine}3"))
-def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_written(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every parameter is written; all are poisoned before loading."""
     promised = expected_hf(config_of(subject))
     lost = lost_towers(raw_config_of(subject), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
-        tally.compared(report.parameters)
+        result.compared(report.parameters)
         yield from _findings(engine, report.unwritten, "every element written by load_weights", why, draft)
 
 
 @each_engine(3, explained_by=("CK104", "CK301", "CK302"))
-def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def none_dropped(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every tensor is written into a parameter."""
     config = config_of(subject)
     packed = subject.is_hf and bool(weights_of(config))
@@ -177,7 +178,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
     of_cache = f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "
     of_cache += "gets a scale of 1, one in the model's dtype needs none"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.loaded_names)
+        result.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
         weights = [seen for seen in report.dropped if seen not in scales]
@@ -186,12 +187,12 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 
 
 @each_engine(4)
-def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def values_in_engine(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor against each place that the engine wrote it to, before any repacking."""
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.tensors, nbytes=report.bytes)
+        result.compared(report.tensors, nbytes=report.bytes)
         yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
@@ -210,26 +211,26 @@ def _may_have_experts(subject: Subject) -> bool:
     applies_to=only_if(_may_have_experts, "the model has no routed experts"),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
-def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def routers_alive(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """After loading, the router of every layer with experts is written, finite, and not constant."""
     hint = "compare it with the source (--source), and restore it from there"
     if weights_of(config_of(subject)):
         ignore = f"add `{keep_router(config_of(subject))}` to quantization_config.ignore"
         hint = f"if CK301 names it as packed, {ignore} and quantize again; else {hint}"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.routers_seen)
+        result.compared(report.routers_seen)
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
 
 
 @each_engine(6, applies_to=_may_repack)
-def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def repacked(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Quantized parameters have Marlin's layout, computed here, and all other parameters are unchanged."""
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
             without = f"--accept {engine.codes}6 goes on without this"
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
-        tally.compared(report.repacked_seen)
+        result.compared(report.repacked_seen)
         why = partial(why_not_repacked, engine, report.version)
         yield from _findings(engine, report.repacked, "the loaded values in the kernel's order", why, draft)
     for report, draft in _reports(engine, subject):
@@ -239,7 +240,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
 
 
 @each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))
-def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def parallel_sizes(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every rank of the engine ran its loader; the other checks compare all of them."""
     if engine_sizes(engine, subject) is None:
         sizes = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
@@ -247,7 +248,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
         why = f"an engine cannot have {given}: {engine.sizes}, and tp / ep ranks cut an expert"
         hint = "give these sizes with --against-megatron only"
         raise CannotCheck(f"{engine.label} was loaded on one rank, since {why}; {hint}")
-    tally.compared(_report(engine, subject).sizes.ranks)
+    result.compared(_report(engine, subject).sizes.ranks)
     yield from ()
 
 
@@ -257,7 +258,7 @@ def _has_draft_layers(subject: Subject) -> bool:
 
 
 @each_engine(8, applies_to=only_if(_has_draft_layers, "there are no multi-token prediction layers"))
-def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def loads_draft(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then compare too."""
     report, failure = _report(engine, subject), run_engine_load(subject, engine).failure
     draft = report.draft_model
@@ -271,8 +272,8 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     if draft is None:
         nothing = f"{engine.label} was given no tensor of the multi-token prediction layers"
         raise CannotCheck(f"the draft model was not checked: {failure}" if failure else nothing)
-    tally.compared(draft.loaded_names)
-    tally.facts[f"{engine.label}'s draft model"] = [
+    result.compared(draft.loaded_names)
+    result.facts[f"{engine.label}'s draft model"] = [
         f"{draft.model}, {draft.loaded_names} tensors into {draft.parameters} parameters; embeddings and "
         f"output layer are those of {report.model}",
         *(f"it logged: {line}" for line in draft.log[:5]),

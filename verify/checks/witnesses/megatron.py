@@ -11,7 +11,7 @@ from ckptkit.converters.planner import dims_of, rules_for_names
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, check, once, only_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
@@ -46,7 +46,7 @@ def require_finished(subject: Subject) -> MegatronRun:
 
 
 @check("CK401", stage="megatron", needs=("megatron",))
-def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def strict_load(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every rank starts, the keys that it requests are on disk, and every key on disk is requested."""
     run = run_megatron(subject)
     if run.unable:
@@ -56,7 +56,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.options.megatron.ranks:
         ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
-    tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
+    result.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     if run.not_found:
         hint = "a trainer gets the root and loads the iteration in its tracker: write it, or verify the other one"
         yield Issue("the tracker next to it names this checkpoint", run.not_found, hint)
@@ -65,10 +65,10 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "this is Megatron's own error; training would stop on it too"
         yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
-        tally.tensors += report.requested
+        result.tensors_compared += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
         saved = f"the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as trainers save them"
-        tally.note(f"CK401: norms have only {saved}; Megatron's local spec, which ran here, has other names for them")
+        result.note(f"CK401: norms have only {saved}; Megatron's local spec, which ran here, has other names for them")
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
@@ -76,7 +76,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         by = format_ranks(rank for name in names for rank in requests[name])
         yield Issue("on disk, because Megatron requests it", "not on disk", hint, names=names, rank=by)
     if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
+        result.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
     yield from _not_requested(run.reports, set(_names(subject)))
 
@@ -91,12 +91,12 @@ def _not_requested(reports: Sequence[RankReport], names: Container[str]) -> Iter
 
 
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
-def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def right_slices(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every parameter and persistent buffer has the bits of its slice of the source, or of the files."""
     run = require_finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
-        tally.compared(nbytes=tensor.nbytes)
+        result.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
     # Megatron updates biases of routers in float32.
     narrow = [one for one in seen if one[1].name.endswith(".router.expert_bias") and one[1].dtype != "float32"]
@@ -112,18 +112,18 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK403", stage="megatron", needs=("megatron",))
-def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_layers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The pipeline stages have all layers, by Megatron's own numbers."""
     run = require_finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
-        tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
+        result.tensors_compared += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             hint = "ranks of one pipeline stage must hold the same layers"
             yield Issue(expected, actual, hint, rank=format_ranks([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
-    facts = tally.facts["pipeline stages"] = list[str]()
+    facts = result.facts["pipeline stages"] = list[str]()
     for stage, chunks in sorted(stages.items()):
         layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
         more = f", {predicted[stage]} for multi-token prediction" if predicted[stage] else ""
@@ -135,14 +135,14 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
-def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_regions(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
     reports = require_finished(subject).reports
     asked = by_key((key, box) for report in reports for key, boxes in report.asked.items() for box in boxes)
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 reports it
-        tally.compared()
+        result.compared()
         # Replicas read boxes of another rank, and a rank may have only padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):

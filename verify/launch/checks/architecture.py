@@ -14,7 +14,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import is_legacy
 from ckptkit.verify.checks.config.arguments import differing, mismatches
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -64,15 +64,15 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
 
 
 @check("CK740", needs=("sound headers",), applies_to=_roles)
-def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def one_architecture(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares names and shapes of tensors, and stored arguments, with --hf-checkpoint, or else with the first side."""
     config, sides = _roles(subject)
     first, hf = sides[0], job_of(subject).hf
     source = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
     for side in sides if config else sides[1:]:
-        tally.compared()
+        result.compared()
         if why := _incomparable(side, None if config else first):
-            tally.note(f"{why}, so its architecture is not compared")
+            result.note(f"{why}, so its architecture is not compared")
             continue
         try:
             tensors, arguments = _from_config(side, config, hf) if config else _from_side(first, side)
@@ -176,12 +176,12 @@ def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
 
 
 @check("CK748", applies_to=_megatron_sides)
-def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def class_matches(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Checks for HybridModel with a layer pattern, else GPTModel, as Megatron-LM; and that it supports the config."""
     job, sides = _megatron_sides(subject)
     is_hybrid = stored_pattern(job.arguments.known) is not None
     for path in dict.fromkeys(side.path for side in sides if side.path):
-        tally.compared()
+        result.compared()
         yield from _other_class(path, is_hybrid)
     config = engine_config(job.hf) if is_hybrid and job.hf else {}
     if config:

@@ -15,7 +15,7 @@ from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -44,7 +44,7 @@ def _pairs(subject: Subject) -> list[_Pair]:
 
 
 @check("CK723", needs=("sound headers",), applies_to=_pairs)
-def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_weights(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares the tensors that both formats store alike: by digests of the manifests, by lineage, or by samples."""
     skipped: list[str] = []
     for pair in _pairs(subject):
@@ -52,31 +52,31 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         here, there = (locate(side.path or Path()) for side in pair)
         digests = _digest_pairs(here, there)
         if differ_in_architecture(subject, first, second):
-            tally.compared()  # CK740 reports it
+            result.compared()  # CK740 reports it
         elif digests is not None:
-            _count(tally, "digests of weights", len(digests))
+            _count(result, "digests of weights", len(digests))
             if names := [name for name, digest, other in digests if digest != other]:
                 actual = f"different for {len(names)} of the {len(digests)} tensors that both store alike"
                 yield _difference(pair, (here, there), "digests", actual, names, _unrelated(subject, pair))
         elif _is_made_from(here, there) or _is_made_from(there, here):
-            _count(tally, "digests of weights")
+            _count(result, "digests of weights")
         elif here.legacy or there.legacy:
             diff = f"`ckptkit diff {here.path} {there.path}` compares them"
             skipped.append(f"{first.role} and {second.role}: no samples are read of Megatron's legacy format; {diff}")
         else:
-            yield from _by_samples(subject, pair, (here, there), tally, skipped)
+            yield from _by_samples(subject, pair, (here, there), result, skipped)
     for line in skipped:
-        tally.note(f"not compared: {line}")
+        result.note(f"not compared: {line}")
     paths = {side.path for pair in _pairs(subject) for side in pair}
     others = [side.role for side in job_of(subject).sides_with_weights() if side.path not in paths]
-    tally.facts[NOT_COMPARED] = [*skipped, *others]
-    if skipped and not tally.tensors:
+    result.facts[NOT_COMPARED] = [*skipped, *others]
+    if skipped and not result.tensors_compared:
         raise CannotCheck(f"not compared: {skipped[0]}", "CK723")
 
 
-def _count(tally: Tally, comparison: str, tensors: int = 1, nbytes: int = 0) -> None:
-    tally.compared(tensors, nbytes)
-    tally.facts.setdefault(COMPARED, []).append(comparison)
+def _count(result: CheckResult, comparison: str, tensors: int = 1, nbytes: int = 0) -> None:
+    result.compared(tensors, nbytes)
+    result.facts.setdefault(COMPARED, []).append(comparison)
 
 
 def _difference(
@@ -92,7 +92,9 @@ def _difference(
     return Issue(expected, actual, hint, names=names, file=here.path, severity=severity, as_one=True)
 
 
-def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, skipped: list[str]) -> Iterator[Issue]:
+def _by_samples(
+    subject: Subject, pair: _Pair, places: _Places, result: CheckResult, skipped: list[str]
+) -> Iterator[Issue]:
     """Compares samples of two sides, or adds a line to `skipped` if there is nothing to compare."""
     here, there = _subjects(subject, pair)
     roles, diff = f"{pair[0].role} and {pair[1].role}", f"`ckptkit diff {places[0].path} {places[1].path}` compares all"
@@ -107,10 +109,10 @@ def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, sk
         skipped.append(f"{roles}: no tensor that both store alike{reasons}; {diff}")
         return
     count = len(samples.compared)
-    _count(tally, "samples of weights", count, samples.nbytes)
-    tally.note(f"{roles}: samples of {count} tensors compared, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
+    _count(result, "samples of weights", count, samples.nbytes)
+    result.note(f"{roles}: samples of {count} tensors compared, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
     if samples.left_out:
-        tally.note(f"{roles}: not compared{reasons.replace(';', ':', 1)}")
+        result.note(f"{roles}: not compared{reasons.replace(';', ':', 1)}")
     if samples.differing:
         actual = f"different in {len(samples.differing)} of the {count} tensors with samples"
         yield _difference(pair, places, "bytes", actual, samples.differing, samples.unrelated)
