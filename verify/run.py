@@ -134,7 +134,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
     special = _SPECIAL_KINDS.get(stage or "")
     not_asked = [] if source else [special.source if special else "source"]
-    not_asked += [] if special or subject.is_deltas else programs_not_used(subject.against)
+    not_asked += [] if special or subject.kind == "deltas" else programs_not_used(subject.against)
     return Report(
         version=program_version(),
         command=tuple(command),
@@ -154,7 +154,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
 
 def stage_of(subject: Subject) -> str | None:
     """The only stage of the subject, or None for a checkpoint, which has several."""
-    return _special_stage(subject.path) or ("deltas" if subject.is_deltas else None)
+    return _special_stage(subject.path) or ("deltas" if subject.kind == "deltas" else None)
 
 
 def _special_stage(path: Path) -> str | None:
@@ -187,9 +187,9 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     subject.kind  # noqa: B018 - raises if there is no checkpoint
     for own in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
         require_own_files(own)  # including files that only other readers load
-    if hf is not None and not subject.is_megatron and subject.source_is_hf:
+    if hf is not None and subject.kind != "megatron" and subject.source_is_hf:
         refuse_hf(hf, path)
-    if not subject.is_deltas:
+    if subject.kind != "deltas":
         weights = subject.path
         try:
             weights = iteration_of(weights)
@@ -200,7 +200,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         if is_legacy(weights):
             hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
             raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
-        if subject.is_megatron:
+        if subject.kind == "megatron":
             subject.megatron_files.readable  # noqa: B018 - raises for a format that is not torch_dist
         else:
             refuse_other_format(subject.path)
@@ -223,10 +223,10 @@ def _find_config(subject: Subject) -> Path | None:
         subject.kind  # noqa: B018 - raises if there is no checkpoint
         return None
     source = locate(subject.source_path)
-    if subject.is_hf:
-        return path if source.is_megatron and not (source.root / "hf" / "config.json").exists() else None
+    if subject.kind == "hf":
+        return path if source.kind == "megatron" and not (source.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() or is_nemo(path) else path.parent
-    return None if (root / "hf" / "config.json").exists() or source.is_megatron else subject.source_path
+    return None if (root / "hf" / "config.json").exists() or source.kind == "megatron" else subject.source_path
 
 
 def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:

@@ -184,8 +184,8 @@ def _directories(job: Job) -> Iterator[Subject]:
         usable = model if model and (model / "config.json").exists() else None
         yield Subject(
             side.path,
-            hf_path=usable if side.is_megatron else None,
-            source_path=usable if side.is_hf and side.path != usable else None,
+            hf_path=usable if side.kind == "megatron" else None,
+            source_path=usable if side.kind == "hf" and side.path != usable else None,
             arguments=sizes,
             options=VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers),
             # In mode bridge miles packs the tensors that the checkpoint stores packed, and ignores the `ignore` list.

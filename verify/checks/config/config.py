@@ -37,7 +37,7 @@ _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
 UNKNOWN: Final = "not there"
-_has_arguments = only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments")
+_has_arguments = only_if(lambda subject: subject.kind == "megatron", "an HF directory stores no training arguments")
 
 
 @check("CK701", preflight=True, applies_to=_has_arguments)
@@ -65,8 +65,8 @@ def configs_match(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     A key in only one config is equal if the default of transformers' class is the same, and a warning if the default
     is unknown. Another model is one finding, which also explains the tensors that differ.
     """
-    where, hint = "config.json" if subject.is_hf else "", ""
-    if subject.is_hf and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
+    where, hint = "config.json" if subject.kind == "hf" else "", ""
+    if subject.kind == "hf" and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
         there = Subject(subject.source_path).hf_files.config
         differences = plain_differences(subject.hf_files.config, there, result)
     else:
@@ -237,7 +237,7 @@ def _stages(dims: ModelDims, subject: Subject, result: CheckResult) -> Iterator[
             yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
-    stored = subject.megatron_files if options is None and subject.is_megatron else None
+    stored = subject.megatron_files if options is None and subject.kind == "megatron" else None
     if pattern is not None or (stored and stored.readable and stored.hybrid):
         layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
     try:

@@ -180,7 +180,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
 
 def _sglang_reads_more(subject: Subject) -> None:
-    if subject.is_megatron and "sglang" not in subject.against:
+    if subject.kind == "megatron" and "sglang" not in subject.against:
         raise NotApplicable("SGLang reads the config of an HF directory")
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)

@@ -29,7 +29,7 @@ _OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "G
 
 def side_of(subject: Subject) -> SideFiles:
     """The files next to the weights; for Megatron, those of its HF directory."""
-    if subject.is_hf:
+    if subject.kind == "hf":
         return SideFiles(subject.path)
     with suppress(CkptkitError):
         return SideFiles(subject.hf_path) if subject.hf_path else SideFiles.of(subject.location)
@@ -45,7 +45,7 @@ def source_side(subject: Subject) -> SideFiles:
 
 def _unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
     """The issue for a file that cannot be read. Raises CannotCheck for a broken link, which CK102 reports."""
-    links = subject.hf_files.dangling if subject.is_hf and side.root == subject.path else ()
+    links = subject.hf_files.dangling if subject.kind == "hf" and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
         raise CannotCheck("not run because links lead nowhere", "CK102")
     return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
@@ -61,7 +61,7 @@ def _has_vocabulary(subject: Subject) -> None:
 def ids_have_rows(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The largest id of every tokenizer file is below `vocab_size` (CK105 checks the embedding); one id per token."""
     side = side_of(subject)
-    if subject.is_hf and is_of_no_family(subject):
+    if subject.kind == "hf" and is_of_no_family(subject):
         rows = language_part(subject.hf_files.config).get("vocab_size")
         if not isinstance(rows, int):
             raise NotApplicable("config.json has no vocab_size")
@@ -116,7 +116,9 @@ def side_files_carried(subject: Subject, result: CheckResult) -> Iterator[Issue]
         yield _unreadable(subject, side, "files that can be read", error)
 
 
-@check("CK720", applies_to=only_if(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
+@check(
+    "CK720", applies_to=only_if(lambda subject: subject.kind == "hf", "Megatron loads no tokenizer from its checkpoint")
+)
 def tokenizer_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """A tokenizer file; a missing one is an error if the source has it, else a warning."""
     result.compared()
@@ -130,7 +132,7 @@ def tokenizer_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 def _class_may_differ(subject: Subject) -> None:
     """Selects tokenizers that transformers' class may read differently, since the comparison takes seconds."""
     side = side_of(subject)
-    if not subject.is_hf or not lexists(side.root / TOKENIZER):
+    if subject.kind != "hf" or not lexists(side.root / TOKENIZER):
         raise NotApplicable(f"there is no {TOKENIZER} next to the weights")
     with suppress(CkptkitError):
         name = str(side.tokenizer_config.get("tokenizer_class") or "")

@@ -57,12 +57,12 @@ _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
 _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
 _INDICES = ("int64", "int32")
 
-only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
+only_hf = only_if(lambda subject: subject.kind == "hf", "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
     """Every tensor in headers or `.metadata`, or else, if `listed`, in the index. Raises CannotCheck without any."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         require_metadata(subject)
         if not subject.specs:
             raise CannotCheck("not run because there are no weights", "CK111")
@@ -89,7 +89,7 @@ def require_metadata(subject: Subject) -> None:
 @check("CK101", gate=True)
 def config_usable(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The config is JSON, of a supported family, and its sizes fit together. An unknown model is not judged."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
         raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
@@ -190,7 +190,7 @@ def same_shapes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 
 def file_of_tensor(subject: Subject, name: str) -> str:
     """The file or directory that holds a tensor."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         return str(subject.megatron_files.weights)
     return str(next(shard.path for shard in subject.hf_files.shards.values() if name in shard.specs))
 
@@ -268,7 +268,7 @@ def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """There are no adapter files next to the weights, and no adapter names among the tensors."""
     names = names_of(subject)
     result.compared(len(_ADAPTER_FILES) + len(names))
-    root = subject.path if subject.is_hf else subject.megatron_files.weights
+    root = subject.path if subject.kind == "hf" else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             yield Issue("weights with every adapter merged", f"{file} is next to them", file=root / file)
@@ -276,7 +276,7 @@ def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         adapter = f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base"
         command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
         result.note(f"{adapter}: {command} checks whether it is merged into these weights")
-    every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
+    every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.kind == "hf" else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
@@ -288,7 +288,7 @@ def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 def same_dtypes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each kind of tensor has one dtype, as in config.json; fp32 in a smaller dtype is a warning (see CK203)."""
     specs = names_of(subject)
-    if subject.is_hf:
+    if subject.kind == "hf":
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
     config, expected = config_or_none(subject) or {}, expected_of(subject) or Expected({})
@@ -329,7 +329,7 @@ def same_dtypes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 
 def _config_dtype(subject: Subject, stored: str, config: Mapping[str, Any]) -> Iterator[Issue]:
     """The dtype in which an engine or Megatron allocates the model, against that of most weights."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         with suppress(CkptkitError):  # CK111 reports that the arguments cannot be read
             dtype = subject.megatron_files.args.get("params_dtype")
             if isinstance(dtype, Dtype) and dtype.name != stored:  # by --bf16 or --fp16

@@ -68,13 +68,13 @@ def same_names(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     config = config_or_none(subject)
     expected = expected_of(subject)
     result.compared(len(specs) or len(subject.hf_files.unknown))
-    if subject.is_hf:
+    if subject.kind == "hf":
         yield from leftovers(subject.hf_files)
     yield from renamed_layers(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         result.note(text)
-    if subject.is_hf and (tied := tied_head_of(subject)) and tied[0] in specs:
+    if subject.kind == "hf" and (tied := tied_head_of(subject)) and tied[0] in specs:
         result.note(f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares it with {tied[1]}")
     result.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
@@ -82,7 +82,7 @@ def same_names(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
-    files = subject.hf_files if subject.is_hf else None
+    files = subject.hf_files if subject.kind == "hf" else None
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
@@ -137,7 +137,7 @@ def _verdict(
         return "only tensors that config.json promises", actual, why.why_unexpected(name) if why and stored else hint
     if not stored:
         lost = indexed and listed
-        actual = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
+        actual = ("in no shard" if subject.kind == "hf" else "not in .metadata") + ", though the index lists it" * lost
         hint = why.why_missing(name) if why and not lost else _AGAIN
         return "stored, as config.json promises" if promised else "stored", actual, hint
     hint = "restore the index: a loader that follows it leaves this tensor random"

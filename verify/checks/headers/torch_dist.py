@@ -49,7 +49,7 @@ _LAYOUTS = {
     "experts, gate and up together": r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+",
 }
 
-only_megatron = only_if(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
+only_megatron = only_if(lambda subject: subject.kind == "megatron", "an HF directory has no torch_dist files")
 
 
 @check("CK111", gate=True, applies_to=only_megatron)

@@ -56,7 +56,7 @@ _SILENT = "transformers computes with uninitialized memory"
 
 def require_quantized(subject: Subject) -> None:
     """Raises NotApplicable for a checkpoint without quantized weights."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise NotApplicable("Megatron holds no INT4 weights")
     config = config_or_none(subject)
     if config is not None and not is_quantized(config):
@@ -65,7 +65,7 @@ def require_quantized(subject: Subject) -> None:
 
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
-    config = None if subject.is_megatron else config_or_none(subject)
+    config = None if subject.kind == "megatron" else config_or_none(subject)
     if config is None or declared_quantization(config) is None:
         require_quantized(subject)
 

@@ -48,7 +48,7 @@ def _quantized_and_kept(subject: Subject) -> None:
 def near_source(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every quantized weight against the source, within the bounds of `evidence/rounding.py`, `floats/rounding.py`."""
     plain = subject.source is not None and not is_quantized(subject.source.config)
-    packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
+    packed = subject.kind == "megatron" or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats_near_source(subject, result) if plain and not packed else _int4_near_source(subject, result)
 
 

@@ -24,7 +24,7 @@ AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter),
 def has_optimizer(subject: Subject) -> None:
     """Raises NotApplicable without optimizer state."""
     try:
-        stored = subject.is_megatron and not state_of(subject).is_empty
+        stored = subject.kind == "megatron" and not state_of(subject).is_empty
     except UnsupportedError:
         stored = False
     except CkptkitError as error:

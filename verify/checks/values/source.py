@@ -206,7 +206,7 @@ def _is_broken(stats: Extremes) -> bool:
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
     """Weights of the source that are packed here, so that CK305 judges their rounding."""
-    if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
+    if subject.kind == "megatron" or subject.source is None or is_quantized(subject.source.config):
         return frozenset()
     if int4_format_of(subject.checkpoint.config) is None:
         return frozenset()

@@ -217,7 +217,7 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 
 
 def _has_tied_head(subject: Subject) -> bool:
-    tied = tied_head_of(subject) if subject.is_hf else None
+    tied = tied_head_of(subject) if subject.kind == "hf" else None
     return tied is not None and tied[0] in subject.hf_files.specs
 
 
@@ -290,7 +290,9 @@ def no_outliers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     yield Issue(expected, actual, names=names, severity=severity, as_one=True)
 
 
-@check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
+@check(
+    "CK209", applies_to=only_if(lambda subject: subject.kind == "megatron", "an HF checkpoint has no padded vocabulary")
+)
 def padding_zero(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in a converter's `release/`, a warning in a training checkpoint."""
     require_values(subject)

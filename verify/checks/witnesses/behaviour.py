@@ -26,7 +26,7 @@ from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Re
 
 def _in_transformers(subject: Subject) -> None:
     with_engine = "engine" in subject.against
-    if "megatron" in subject.against and subject.is_megatron and not with_engine:
+    if "megatron" in subject.against and subject.kind == "megatron" and not with_engine:
         raise NotApplicable("CK606 compares Megatron; without --against-megatron, --logits runs transformers")
     if with_engine and not (subject.path / TOKENIZER).exists():
         raise NotApplicable("there is no tokenizer.json to encode texts with")
@@ -243,7 +243,7 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
         doubts.append("they were sampled with top-p, and may be relative to the remaining tokens")
-    if subject.is_megatron and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
+    if subject.kind == "megatron" and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 

@@ -106,7 +106,7 @@ def _may_repack(subject: Subject) -> None:
 
 def _require_packed(subject: Subject) -> None:
     config = config_or_none(subject)
-    if subject.is_megatron or (config is not None and not is_quantized(config)):
+    if subject.kind == "megatron" or (config is not None and not is_quantized(config)):
         raise NotApplicable("no weight is quantized, so none is repacked without a GPU")
 
 
@@ -162,7 +162,7 @@ def loads(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterato
 def all_written(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every parameter is written; all are poisoned before loading."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.is_hf else ()
+    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.kind == "hf" else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
         result.compared(report.parameters)
@@ -173,7 +173,7 @@ def all_written(engine: EngineFacts, subject: Subject, result: CheckResult) -> I
 def none_dropped(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every tensor is written into a parameter."""
     config = config_of(subject)
-    packed = subject.is_hf and bool(weights_of(config))
+    packed = subject.kind == "hf" and bool(weights_of(config))
     expected = "written into its own parameter"
     of_cache = f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "
     of_cache += "gets a scale of 1, one in the model's dtype needs none"

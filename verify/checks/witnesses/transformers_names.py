@@ -24,7 +24,7 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 
 def _is_requested(subject: Subject) -> None:
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise NotApplicable("transformers reads HF checkpoints")
     if "transformers" not in subject.against and not is_of_no_family(subject):
         raise NotApplicable("--against-transformers was not given")

@@ -111,7 +111,7 @@ def _incomparable(side: Side, first: Side | None) -> str | None:
 def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Differences:
     """The differences of a side from the launch's config. Raises CkptkitError if the side cannot be read."""
     critic, path = side.role == "critic", side.path or Path()
-    if side.is_hf:
+    if side.kind == "hf":
         expected, actual = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
         pairs = [(name, str(expected.get(name)), str(actual.get(name))) for name in sorted({**expected, **actual})]
         return [], _for_role((one for one in pairs if expected.get(one[0]) != actual.get(one[0])), critic)
@@ -130,7 +130,7 @@ def _from_side(first: Side, side: Side) -> _Differences:
     expected, actual = ({name: spec.shape for name, spec in one.items()} for one in specs)
     critic = side.role == "critic"
     tensors = _different_shapes(expected, actual, critic)
-    if side.is_hf:
+    if side.kind == "hf":
         # Packed tensors have different names.
         return [name for name in tensors if name in expected and name in actual], []
     args = [one.megatron_files.args for one in subjects]
@@ -170,7 +170,7 @@ def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
         raise NotApplicable("the launch does not determine the class of Megatron that it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
         raise NotApplicable("custom code builds the model")
-    if sides := [side for side in job.sides if side.path and side.is_megatron and not is_legacy(side.path)]:
+    if sides := [side for side in job.sides if side.path and side.kind == "megatron" and not is_legacy(side.path)]:
         return job, sides
     raise NotApplicable("the launch loads no checkpoint in torch_dist")
 

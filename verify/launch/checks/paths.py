@@ -47,7 +47,9 @@ def _packed(job: Job) -> Iterator[PathIssue]:
 
     Megatron-Bridge unpacks those of Kimi K2 and of gpt-oss (`kimi_bridge.py`, `gpt_oss_bridge.py`).
     """
-    trains = [side for side in job.sides if side.role in ("reference", "critic", "actor") and side.is_hf and side.path]
+    trains = [
+        side for side in job.sides if side.role in ("reference", "critic", "actor") and side.kind == "hf" and side.path
+    ]
     for side in {side.path: side for side in reversed(trains)}.values() if job.adapter is None else ():
         path = side.path or Path()
         config = engine_config(path)

@@ -133,7 +133,7 @@ def _subjects(subject: Subject, pair: _Pair) -> tuple[Subject, Subject]:
 
 def _stored(side: Subject) -> Stored:
     """The tensors of a directory. Raises CkptkitError if `.metadata` cannot be read."""
-    return side.hf_files if side.is_hf else side.megatron_files.opened
+    return side.hf_files if side.kind == "hf" else side.megatron_files.opened
 
 
 def _stored_alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
@@ -141,7 +141,7 @@ def _stored_alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
     if here.kind == there.kind:
         yield from (SamplePair(name, name) for name in here.specs)
         return
-    hf, megatron = (here, there) if here.is_hf else (there, here)
+    hf, megatron = (here, there) if here.kind == "hf" else (there, here)
     for hf_name, name, is_padded in _copied(engine_config(hf.path), hf.specs, megatron.specs):
         yield SamplePair(*((hf_name, name) if here is hf else (name, hf_name)), is_padded)
 
@@ -153,13 +153,13 @@ def _digest_pairs(here: Location, there: Location) -> list[_Digests] | None:
         return None
     if here.kind == there.kind:
         return [(name, first.get(name), second.get(name)) for name in {**first, **second}] or None
-    hf, hf_digests, digests = (there.path, second, first) if here.is_megatron else (here.path, first, second)
+    hf, hf_digests, digests = (there.path, second, first) if here.kind == "megatron" else (here.path, first, second)
     pairs: list[_Digests] = []
     for hf_name, name, _ in _copied(engine_config(hf), hf_digests, digests):
         one, other = hf_digests.get(hf_name), digests.get(name)
         # Padding and another dtype are not a difference. Other checks report missing tensors.
         if one and other and (one.dtype, one.shape) == (other.dtype, other.shape):
-            pairs.append((name, other, one) if here.is_megatron else (hf_name, one, other))
+            pairs.append((name, other, one) if here.kind == "megatron" else (hf_name, one, other))
     return pairs or None
 
 

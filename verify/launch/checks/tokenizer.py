@@ -37,7 +37,7 @@ def one_tokenizer(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     if not engine.has_tokenizer:
         yield _missing(subject, engine)
         return
-    sides = [side for side in job_of(subject).sides if side.is_megatron and side.path]
+    sides = [side for side in job_of(subject).sides if side.kind == "megatron" and side.path]
     for root in dict.fromkeys(side.path.parent / "hf" for side in sides if side.path):
         trainer = SideFiles(root)
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():

@@ -119,7 +119,7 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     on_cpu = engine.cpu_package is not None and interpreter_of(engine, subject).release(engine.cpu_package) is not None
     if not on_cpu:
         require(engine, subject)
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise CannotCheck("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
     if (sizes := engine_sizes(engine, subject)) is None:
         raise CannotCheck(f"{engine.label} has no such sizes: {engine.sizes}")

@@ -45,7 +45,7 @@ Wanted = Callable[[str], bool]  # by a tensor's name
 def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
     """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update."""
     location = locate(job.checkpoint)
-    if location.is_hf:
+    if location.kind == "hf":
         path = location.path
         config, is_fused_shared = read_json(path / "config.json"), engine.FACTS.fuses_shared(HfCheckpoint(path).specs)
         reference = partial(safetensors_of, path)

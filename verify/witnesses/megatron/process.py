@@ -50,7 +50,7 @@ with importing_megatron():
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
     """The global Megatron tensors to compare with, named as in `dialect`, of an HF directory or a Megatron one."""
     location = locate(source)
-    if location.is_hf:
+    if location.kind == "hf":
         return to_megatron(plain(location.path), str(source), dialect=dialect)
     opened = open_megatron(location, hf)
     if dialect_of(opened.config, opened.specs) == dialect:

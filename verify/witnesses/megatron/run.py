@@ -53,7 +53,7 @@ class MegatronRun:
 
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
-    if subject.is_hf:
+    if subject.kind == "hf":
         raise CannotCheck(
             "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
         )

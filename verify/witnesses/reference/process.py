@@ -69,7 +69,7 @@ def _judge_prompts(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
     """The checkpoint as unquantized HF tensors, and the HF directory with its config, which may be `hf`."""
     location = locate(path)
-    if location.is_hf:
+    if location.kind == "hf":
         return plain(location.path), location.path
     megatron = open_megatron(location, hf)
     return to_hf(megatron, str(path)), megatron.hf_path
