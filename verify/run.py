@@ -11,7 +11,6 @@ from typing import Any
 
 from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
-from ckptkit.core.installation import program_version
 from ckptkit.formats.detect import (
     TRACKER,
     is_legacy,
@@ -27,8 +26,8 @@ from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import require_unchanged
-from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
-from ckptkit.verify.core.report import Finding, Report, anchors, now
+from ckptkit.verify.core.check import OF_LAUNCHES, all_checks
+from ckptkit.verify.core.report import Finding, Report, anchors
 from ckptkit.verify.core.run import checked_stages, run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -102,7 +101,8 @@ def subject_of(
             hint = "--hf is the HF directory of the model; leave it out to use the config stored next to the weights"
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
-    if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
+    accept = subject.options.accept
+    if accept and (unknown := sorted(accept - {one.code for one in all_checks()})):
         raise UsageError(f"--accept names no check: {', '.join(unknown)}", "`ckptkit explain` lists the codes")
     if subject.options.adapter is not None and source is None:
         raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
@@ -126,28 +126,22 @@ def subject_of(
 def report_on(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
     """Runs the checks of a subject, which `subject_of` made from `path` and `source`. Raises as `verify`."""
     stage, others = stage_of(subject), {"launch", "deltas", *_SPECIAL_KINDS}
-    checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
+    checks = [one for one in all_checks(OF_LAUNCHES) if (one.stage == stage if stage else one.stage not in others)]
     with require_unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
-        outcome = run_checks(subject, checks)
-    outcome.accept(subject.options.accept)
-    left_out = outcome.not_applicable_lines
-    findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
+        report = run_checks(subject, checks)
+    findings = with_causes(report.findings, {one.code: one.explained_by for one in checks})
     special = _SPECIAL_KINDS.get(stage or "")
     not_asked = [] if source else [special.source if special else "source"]
     not_asked += [] if special or subject.kind == "deltas" else programs_not_used(subject.against)
-    return Report(
-        version=program_version(),
+    return replace(
+        report,
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
-        checks=outcome.checks,
         findings=findings,
-        facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
         heat={} if special else _heat(subject, findings),
-        reasons=outcome.reasons,
         model=special.model if special else model_of(subject),
-        date=now(),
-        asked=checked_stages(outcome.checks) + (["manifest"] if subject.options.manifest else []),
+        asked=[*checked_stages(report.checks), *["manifest"] * bool(subject.options.manifest)],
         not_asked=not_asked,
     )
 

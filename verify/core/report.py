@@ -34,7 +34,7 @@ _CODES = 3  # codes of checks in the verdict
 _CODE = re.compile(r"CK\d{3}")
 
 Severity = Literal["error", "warning"]
-Status = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "skipped"]  # of a check in a report
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,30 @@ class Finding:
 class CheckResult:
     """The result of one check, which fills in its counts and facts (`facts["pipeline stages"] = [...]`) as it runs.
 
-    `reason` explains why it is incomplete, and `failed` is the title of its findings.
+    `reason` explains why it is incomplete, or does not apply, and `because` are codes of checks that report the reason.
+    `failed` is the title of its findings, which have no causes here.
     """
 
     code: str
     title: str
-    status: Status = "passed"
+    status: Status | Literal["not applicable"] = "passed"
     reason: str | None = None
     tensors_compared: int = 0
     bytes_compared: int = 0
     seconds: float = 0.0
     failed: str = ""
+    because: tuple[str, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
 
     def compared(self, tensors: int = 1, nbytes: int = 0) -> None:
         """Counts tensors (or header entries, or files), and the bytes of them that were read."""
         self.tensors_compared += tensors
         self.bytes_compared += nbytes
+
+    def stop(self, reason: str, *because: str) -> None:
+        """Notes why the check is incomplete."""
+        self.reason, self.because = reason, because
 
     def add_to_verdict(self, text: str) -> None:
         """Adds a comparison to the verdict, for a check of the stage `behaviour`."""
@@ -95,7 +102,8 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """The result as in the JSON report."""
-        return {key: value for key, value in vars(self).items() if key not in ("bytes_compared", "failed", "facts")}
+        keys = ("code", "title", "status", "reason", "tensors_compared", "seconds")
+        return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
