@@ -143,7 +143,7 @@ def run(root, orders):
 
 def main():
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
-    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.process.exit_report import ExitReport
     from ckptkit.verify.witnesses.sglang.adapter import build
 
     path = Path(sys.argv[1])
@@ -153,7 +153,7 @@ def main():
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}
         examined = partial(examine, order, reports[name])
-        build(ModelBuild(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
+        build(ModelBuild(Path(order["int4"]), scratch), examined, ExitReport(scratch / "report"))
     (path.parent / "report.json").write_text(json.dumps(reports))
 
 

@@ -15,7 +15,7 @@ from families.case import tokens
 from torch import Tensor, nn
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog, describe_error
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, describe_error
 from ckptkit.verify.witnesses.sglang.adapter import build
 from support.forking import ran
 
@@ -99,7 +99,7 @@ def main():
             model.load_weights(weights)
 
         try:
-            model = build(ModelBuild(path, out), loading, PhaseLog(out / "report"))
+            model = build(ModelBuild(path, out), loading, ExitReport(out / "report"))
             torch.save(logits_of(model, tokens()), out / f"{path.name}.pt")
         except Exception as error:  # noqa: BLE001 - it is the answer
             (out / f"{path.name}.txt").write_text(describe_error(error))

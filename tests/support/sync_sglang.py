@@ -14,7 +14,7 @@ import torch
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.job import EngineSizes
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.sglang.adapter import build
 from support.forking import ran
 from support.installed import release
@@ -43,7 +43,7 @@ def _answers(path, out, tp, rank):
         model.load_weights(weights)
 
     wanted = ModelBuild(path, out, sizes=EngineSizes(tp), rank=rank)
-    model = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
+    model = build(wanted, loading, ExitReport(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
     newer = release("sglang") >= (0, 5, 23)

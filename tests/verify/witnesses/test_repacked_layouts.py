@@ -26,7 +26,7 @@ from ckptkit.verify.witnesses.loading.layouts.layout import (
     unknown_layout,
 )
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.sglang import adapter
 
 BLOCK = (16, 16)
@@ -282,7 +282,7 @@ def test_what_changed_after_loading_is_named_once(change, of_head, named, words,
     tensors = {"one.weight": torch.randn(4, 6), "two.weight": torch.randn(4, 6), "norm.weight": torch.randn(6)}
     config = models.configs()["qwen2-tied"].to_dict()
     build = ModelBuild(tmp_path, tmp_path, config, reference=lambda: iter(tensors.items()))
-    with PhaseLog(tmp_path / "report") as phases:
+    with ExitReport(tmp_path / "report") as phases:
         model, weights = Model(change, of_head), iter(tensors.items())
         report = examine(adapter, build, phases, model, weights, torch.device("cuda")).report
     assert list(report.equal) == list(tensors)

@@ -22,7 +22,7 @@ from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
 from ckptkit.verify.witnesses.loading.names import draft_names
 from ckptkit.verify.witnesses.loading.placement import Placement
 from ckptkit.verify.witnesses.loading.trace import Trace
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 
 COMPARE = Phase("comparing what was loaded")
 
@@ -30,7 +30,7 @@ COMPARE = Phase("comparing what was loaded")
 def examine(
     engine: Engine,
     build: ModelBuild,
-    phases: PhaseLog,
+    phases: ExitReport,
     model: nn.Module,
     weights: Weights,
     device: torch.device,
@@ -81,11 +81,11 @@ def examine(
     return loaded
 
 
-def _with_steps(weights: Weights, phases: PhaseLog) -> Iterator[tuple[str, Tensor]]:
+def _with_steps(weights: Weights, phases: ExitReport) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        phases.step(f"the last tensor it was given: {name}")
+        phases.step = f"the last tensor it was given: {name}"
         yield name, tensor
-    phases.step("by then it had been given every tensor")
+    phases.step = "by then it had been given every tensor"
 
 
 def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state if tensor.data_ptr() not in shared}
 
 
-def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
+def _repack(loaded: Loaded, phases: ExitReport, target: Loaded | None) -> None:
     """Repacks the model step by step, as its engine does. Parameters without a layout must not change."""
     engine, report = loaded.engine, loaded.report
     names = {tensor.data_ptr(): name for name, tensor in reversed([*loaded.tensors.items()]) if tensor.numel()}

@@ -33,7 +33,7 @@ from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.slices import Position, compare_all, layers_of_chunk
 from ckptkit.verify.witnesses.process import codec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 from ckptkit.verify.witnesses.reference.job import Judged, judged_logits
 
 with importing_megatron():
@@ -176,7 +176,7 @@ def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged
 
 def _run(job: RankJob) -> None:
     report = Path(job.report)
-    with PhaseLog(report) as phases:
+    with ExitReport(report) as phases:
         codec.save(witness(job, phases.enter), report)
     torch.distributed.destroy_process_group()
 
