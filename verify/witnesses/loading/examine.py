@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.printable import one_line
+from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.loading.bits import difference, poison
 from ckptkit.verify.witnesses.loading.compare import Loaded
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
-from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout
 from ckptkit.verify.witnesses.loading.names import draft_names
 from ckptkit.verify.witnesses.loading.placement import Placement
 from ckptkit.verify.witnesses.loading.trace import Trace
@@ -105,7 +106,7 @@ def _repack(loaded: Loaded, phases: ExitReport, target: Loaded | None) -> None:
 
     @contextmanager
     def watch(name: str, module: nn.Module, layout: Layout | None) -> Iterator[None]:
-        params, compare = layout(module) if layout else ((), LayerOutcome)
+        params, compare = layout(module) if layout else ((), lambda: iter(()))
         unlisted = {  # parameters and buffers without a layout: the name in the model and a copy, by the name here
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -115,17 +116,23 @@ def _repack(loaded: Loaded, phases: ExitReport, target: Loaded | None) -> None:
         yield
         phases.enter(COMPARE)
         touched = {full for parameter, (full, copy) in unlisted.items() if _has_changed(module, parameter, copy)}
-        outcome = compare()
-        places = {f"{name}.{place}": what for place, what in outcome.differences.items()}
-        wrong.extend(Observation(place, place, what) for place, what in places.items())
+        unknown = ""
+        try:
+            for seen in compare():
+                place = f"{name}.{seen.param}"
+                if seen.change is None:
+                    wrong.append(replace(seen, tensor=place, param=place))
+                else:
+                    report.requantized[place] = max(seen.change, report.requantized.get(place, 0.0))
+        except CannotCheck as why:
+            unknown = str(why)
         unlisted_names = {full for full, _ in unlisted.values()}
         compared.update(unlisted_names, (f"{name}.{parameter}" for parameter in params))
         changed.update(touched)
-        if outcome.unknown and not params:
+        if unknown and not params:
             free.update(unlisted_names)
-        if outcome.unknown and (touched or params):
-            report.unchecked += (f"{name}: {outcome.unknown}",)
-        report.requantized |= {f"{name}.{parameter}": part for parameter, part in outcome.requantized.items()}
+        if unknown and (touched or params):
+            report.unchecked += (f"{name}: {unknown}",)
 
     engine.run_after_loading(loaded.model, watch)
     after = replace(loaded, tensors=_tensors_of(loaded.model, target), report=replace(report, equal={}, differing=()))
