@@ -82,7 +82,7 @@ def verify(
 
     `source` is the checkpoint that it was made from; with one, every value is compared. `hf` is the HF directory with
     the config of a Megatron checkpoint that stores none. `options` are the fields of
-    `ckptkit.verify.options.VerifyOptions` and of its `megatron`.
+    `ckptkit.verify.options.VerifyOptions`.
 
     A broken checkpoint gives findings. Raises CkptkitError if there is no checkpoint at `path` or `source`, a file of
     an option cannot be used, options contradict each other, a dependency is missing, or the model does not fit the

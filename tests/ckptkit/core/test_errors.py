@@ -31,7 +31,7 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
-from ckptkit.verify.options import MegatronOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.weight_sync.loaded import DiffersError
 
 
@@ -98,7 +98,7 @@ def test_what_is_there_and_cut_short_is_damaged(tmp_path):
 def test_a_wrong_option_and_one_without_effect_are_usage_errors(tmp_path):
     assert code_when(parse_size, "much") == "usage"
     assert code_when(refuse_hf, tmp_path, tmp_path) == "usage"
-    assert code_when(MegatronOptions(cp=2).refuse) == "usage"
+    assert code_when(lambda: VerifyOptions(cp=2)) == "usage"
 
 
 def error_of(call):

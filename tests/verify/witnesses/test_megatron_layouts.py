@@ -12,7 +12,7 @@ from support.nightly import daily
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron import run as megatron_run
 from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
@@ -28,7 +28,7 @@ def model(converted, releases):
 
 def subject_of(model, sizes, **options):
     asked = frozenset({"megatron"})
-    return Subject(*model, options=VerifyOptions(**{"megatron": MegatronOptions(**options), "against": asked, **sizes}))
+    return Subject(*model, options=VerifyOptions(**{"against": asked, **options, **sizes}))
 
 
 # Of each layout: sizes, options, how many ranks, and the layers of each stage.

@@ -11,7 +11,7 @@ from support.messages import text_with
 from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron.run import run_megatron
 from ckptkit.verify.witnesses.process import interpreter
 
@@ -28,8 +28,9 @@ def root(fresh_megatron):
 
 
 def subject_of(path, source=None, *, ranks=(), **sizes):
-    launch = MegatronOptions(ranks=ranks, trainer_loader=True)
-    return Subject(path, source, options=VerifyOptions(**sizes, megatron=launch, against=frozenset({"megatron"})))
+    return Subject(
+        path, source, options=VerifyOptions(**sizes, ranks=ranks, trainer_loader=True, against=frozenset({"megatron"}))
+    )
 
 
 def found(path):

@@ -20,7 +20,7 @@ from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, sta
 
 Seen = tuple[int, TensorSeen]
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
+_all_ranks = only_if(lambda subject: not subject.options.ranks, "--ranks leaves ranks out")
 
 
 @once
@@ -53,8 +53,8 @@ def strict_load(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         raise CannotCheck(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     ranks = f"{run.sizes.world} rank(s)"
-    if subject.options.megatron.ranks:
-        ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
+    if subject.options.ranks:
+        ranks = f"ranks {ranges(subject.options.ranks).strip('{}')} of {run.sizes.world}"
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
     result.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     if run.not_found:
@@ -75,7 +75,7 @@ def strict_load(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     for names in group_by_pattern(requests):
         by = format_ranks(rank for name in names for rank in requests[name])
         yield Issue("on disk, because Megatron requests it", "not on disk", hint, names=names, rank=by)
-    if subject.options.megatron.ranks:
+    if subject.options.ranks:
         result.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
     yield from _not_requested(run.reports, set(_names(subject)))
@@ -104,7 +104,7 @@ def right_slices(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
     names = sorted({tensor.name for _, tensor in narrow})
     yield Issue("float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
-    if subject.options.megatron.ranks:
+    if subject.options.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     lost = [name for name in _names(subject) if name not in held]
@@ -130,7 +130,7 @@ def all_layers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         facts.append(f"pp rank {stage}: {layers}{more}")
     held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
     count = staged_dims(subject).layers
-    if held != list(range(count)) and not subject.options.megatron.ranks:
+    if held != list(range(count)) and not subject.options.ranks:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
