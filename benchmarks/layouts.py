@@ -99,11 +99,10 @@ def look(path: Path, ranks: list[int]) -> None:
     from ckptkit.verify.core.check import all_checks
     from ckptkit.verify.core.run import run_checks
     from ckptkit.verify.core.subject import Subject
-    from ckptkit.verify.options import MegatronOptions, VerifyOptions
+    from ckptkit.verify.options import VerifyOptions
 
-    options = MegatronOptions(ranks=tuple(ranks))
     asked = frozenset({"megatron"})
-    subject = Subject(path, options=VerifyOptions(tp=8, pp=8, ep=32, against=asked, megatron=options))
+    subject = Subject(path, options=VerifyOptions(tp=8, pp=8, ep=32, against=asked, ranks=tuple(ranks)))
     outcome = run_checks(subject, [one for one in all_checks() if one.code in ("CK401", "CK402", "CK403")])
     print(*outcome.facts["megatron"], *outcome.facts["pipeline stages"], sep="\n", file=sys.stderr)
     wrong = [*outcome.findings, *(check.reason for check in outcome.checks if check.status != "passed")]

@@ -87,7 +87,7 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from ckptkit.verify.witnesses.loading.examine import examine
     from ckptkit.verify.witnesses.loading.job import LoadReport
     from ckptkit.verify.witnesses.loading.process import safetensors_of
-    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.process.exit_report import ExitReport
     from ckptkit.verify.witnesses.sglang import adapter
 
     seconds, reports = 0.0, list[LoadReport]()
@@ -104,7 +104,7 @@ def main(how: str, hf: Path, scratch: Path) -> None:
             torch.cuda.synchronize()
         seconds = time.monotonic() - began
 
-    with PhaseLog(scratch / "report") as phases:
+    with ExitReport(scratch / "report") as phases:
         adapter.build(build, timed, phases)
         for report in reports:
             if report.unwritten or report.dropped or report.differing or report.repacked:

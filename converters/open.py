@@ -19,9 +19,9 @@ def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | N
     `hf`: the HF directory for a Megatron checkpoint without a config, or the base of deltas.
     """
     location = locate(path)
-    if location.is_deltas:
+    if location.kind == "deltas":
         return open_deltas(location.path, hf)
-    return HfCheckpoint(location.directory) if location.is_hf else open_megatron(location, hf)
+    return HfCheckpoint(location.directory) if location.kind == "hf" else open_megatron(location, hf)
 
 
 def open_megatron(

@@ -136,8 +136,8 @@ class OpenedCheckpoint(LazyTensors):
     def __init__(self, location: Location, stored: Checkpoint, view: Checkpoint, *, is_megatron: bool) -> None:
         super().__init__(view, view.specs, str(location.directory))
         self.path = self._where
-        self.format: Format = "deltas" if location.is_deltas else "hf"
-        if location.is_megatron:
+        self.format: Format = "deltas" if location.kind == "deltas" else "hf"
+        if location.kind == "megatron":
             self.format = "legacy" if location.legacy else "torch_dist"
         self._location, self._stored, self._is_megatron = location, stored, is_megatron
 
@@ -191,7 +191,7 @@ class OpenedCheckpoint(LazyTensors):
         tower. A Megatron checkpoint keeps its names. Raises CkptkitError as `as_hf`.
         """
         view = stored = self._stored
-        if not self._location.is_megatron:
+        if self._location.kind != "megatron":
             view = to_megatron(stored, self._where, dialect=default_dialect(stored.config))
         return OpenedCheckpoint(self._location, stored, view, is_megatron=True)
 
@@ -230,7 +230,7 @@ def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:
         refuse_url(hf)
     with open_directory(path_or_url(path)) as local:
         location = locate(local)
-        if location.is_hf:
+        if location.kind == "hf":
             refuse_hf(hf, path)
         return open_location(location, hf)
 
@@ -238,7 +238,7 @@ def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:
 def open_location(location: Location, hf: str | Path | None = None) -> OpenedCheckpoint:
     """Opens a checkpoint at a location, as `open` does."""
     stored = open_plain(location, hf)
-    return OpenedCheckpoint(location, stored, stored, is_megatron=location.is_megatron)
+    return OpenedCheckpoint(location, stored, stored, is_megatron=location.kind == "megatron")
 
 
 def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | None:

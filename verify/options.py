@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,11 @@ from ckptkit.core.errors import UsageError
 from ckptkit.quant.ignore.readers import readers_of
 from ckptkit.verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
-
-@dataclass(frozen=True)
-class MegatronOptions:
-    """Megatron-LM's own arguments for `--against-megatron`, under its names."""
-
-    cp: int = 1  # the context parallel size
-    pipeline_layout: str | None = None  # `--pipeline-model-parallel-layout`, for example `Et*3|(tt|)*29m|L`
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    ranks: tuple[int, ...] = ()  # the only ranks to check; empty means all
-    trainer_loader: bool = False  # load with Megatron-LM's `load_checkpoint`, as a trainer does
-
-    def given(self) -> Iterator[str]:
-        """The options that differ from their defaults, as the command line spells them."""
-        for one in fields(self):
-            if getattr(self, one.name) != one.default:
-                yield f"--{one.name.replace('_', '-')}"
-
-    def refuse(self, vpp: int = 1) -> None:
-        """Raises UsageError if one of these options, or `vpp` stages a rank, is set; Megatron is not a witness then."""
-        if given := [*["--vpp"] * (vpp != 1), *self.given()]:
-            message = f"{', '.join(given)} configures Megatron's launch, and has no effect without --against-megatron"
-            raise UsageError(message, "add --against-megatron, or leave it out: files and values do not depend on it")
+# Megatron-LM's own arguments for `--against-megatron`, under its names.
+_MEGATRON = (
+    *("vpp", "cp", "pipeline_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "ranks", "trainer_loader"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +27,15 @@ class VerifyOptions:
     ep: int = 1
     etp: int | None = None  # Megatron's tensor parallel size inside experts, or None for tp (1 with ep)
     vpp: int = 1  # virtual pipeline stages per rank
+    cp: int = 1  # the context parallel size
+    pipeline_layout: str | None = None  # `--pipeline-model-parallel-layout`, for example `Et*3|(tt|)*29m|L`
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    ranks: tuple[int, ...] = ()  # the only ranks to check; empty means all
+    trainer_loader: bool = False  # load with Megatron-LM's `load_checkpoint`, as a trainer does
     dp_attention: bool = False  # SGLang keeps the complete attention on every rank
-    megatron: MegatronOptions = field(default_factory=MegatronOptions)
     # Witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
     against: frozenset[str] = frozenset()
     # Programs that load or send INT4 weights, as in `--reader`, or None for `quant.ignore.readers.deciding_readers`.
@@ -75,8 +62,10 @@ class VerifyOptions:
         if self.trained and self.adapter is not None:
             hint = "leave out trained: a merged adapter is compared bit for bit"
             raise UsageError("trained cannot be combined with an adapter", hint)
-        if "megatron" not in self.against:
-            self.megatron.refuse(self.vpp)
+        if "megatron" not in self.against and self.of_megatron:
+            given = ", ".join(self.of_megatron)
+            message = f"{given} configures Megatron's launch, and has no effect without --against-megatron"
+            raise UsageError(message, "add --against-megatron, or leave it out: files and values do not depend on it")
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):
             raise UsageError("--dp-attention has no effect here", "use it with --against-sglang and a --tp above 1")
         if self.readers is not None:
@@ -86,23 +75,20 @@ class VerifyOptions:
         if self.rollout_temperature is not None and self.rollout_data is None:
             raise UsageError("a temperature needs a rollout", "pass the rollout too (--rollout-data)")
 
-
-_MEGATRON = {one.name for one in fields(MegatronOptions)}
+    @property
+    def of_megatron(self) -> list[str]:
+        """Megatron's arguments that differ from their defaults, as the command line spells them."""
+        defaults = {one.name: one.default for one in fields(self)}
+        return [f"--{name.replace('_', '-')}" for name in _MEGATRON if getattr(self, name) != defaults[name]]
 
 
 def verify_options(**options: Any) -> VerifyOptions:
-    """Makes VerifyOptions of its fields and those of MegatronOptions, with paths as strings and lists of any type.
+    """Makes VerifyOptions of its fields, with paths as strings and lists of any type.
 
     Raises UsageError as `VerifyOptions`, and TypeError for another option.
     """
-    megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
-    megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
+    options["ranks"] = tuple(sorted(set(options.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):
         options[name] = Path(options[name]) if options.get(name) else None
     readers, accept = options.pop("readers", None), frozenset(map(str.upper, options.pop("accept", ())))
-    return VerifyOptions(
-        **options,
-        accept=accept,
-        readers=None if readers is None else tuple(readers),
-        megatron=MegatronOptions(**megatron),
-    )
+    return VerifyOptions(**options, accept=accept, readers=None if readers is None else tuple(readers))

@@ -11,7 +11,6 @@ from typing import Any
 
 from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
-from ckptkit.core.installation import program_version
 from ckptkit.formats.detect import (
     TRACKER,
     is_legacy,
@@ -27,8 +26,8 @@ from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import require_unchanged
-from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
-from ckptkit.verify.core.report import Finding, Report, anchors, now
+from ckptkit.verify.core.check import OF_LAUNCHES, all_checks
+from ckptkit.verify.core.report import Finding, Report, anchors
 from ckptkit.verify.core.run import checked_stages, run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -83,7 +82,7 @@ def verify(
 
     `source` is the checkpoint that it was made from; with one, every value is compared. `hf` is the HF directory with
     the config of a Megatron checkpoint that stores none. `options` are the fields of
-    `ckptkit.verify.options.VerifyOptions` and of its `megatron`.
+    `ckptkit.verify.options.VerifyOptions`.
 
     A broken checkpoint gives findings. Raises CkptkitError if there is no checkpoint at `path` or `source`, a file of
     an option cannot be used, options contradict each other, a dependency is missing, or the model does not fit the
@@ -102,7 +101,8 @@ def subject_of(
             hint = "pass the HF directory of the model as --hf, or leave it out to use the config next to the weights"
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
-    if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
+    accept = subject.options.accept
+    if accept and (unknown := sorted(accept - {one.code for one in all_checks()})):
         raise UsageError(f"--accept has unknown codes: {', '.join(unknown)}", "use a code that `ckptkit explain` lists")
     if subject.options.adapter is not None and source is None:
         raise UsageError("an adapter needs a source", "pass the base that the adapter was merged into (--source)")
@@ -126,35 +126,29 @@ def subject_of(
 def report_on(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
     """Runs the checks of a subject, which `subject_of` made from `path` and `source`. Raises as `verify`."""
     stage, others = stage_of(subject), {"launch", "deltas", *_SPECIAL_KINDS}
-    checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
+    checks = [one for one in all_checks(OF_LAUNCHES) if (one.stage == stage if stage else one.stage not in others)]
     with require_unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
-        outcome = run_checks(subject, checks)
-    outcome.accept(subject.options.accept)
-    left_out = outcome.not_applicable_lines
-    findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
+        report = run_checks(subject, checks)
+    findings = with_causes(report.findings, {one.code: one.explained_by for one in checks})
     special = _SPECIAL_KINDS.get(stage or "")
     not_asked = [] if source else [special.source if special else "source"]
-    not_asked += [] if special or subject.is_deltas else programs_not_used(subject.against)
-    return Report(
-        version=program_version(),
+    not_asked += [] if special or subject.kind == "deltas" else programs_not_used(subject.against)
+    return replace(
+        report,
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
-        checks=outcome.checks,
         findings=findings,
-        facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
         heat={} if special else _heat(subject, findings),
-        reasons=outcome.reasons,
         model=special.model if special else model_of(subject),
-        date=now(),
-        asked=checked_stages(outcome.checks) + (["manifest"] if subject.options.manifest else []),
+        asked=[*checked_stages(report.checks), *["manifest"] * bool(subject.options.manifest)],
         not_asked=not_asked,
     )
 
 
 def stage_of(subject: Subject) -> str | None:
     """The only stage of the subject, or None for a checkpoint, which has several."""
-    return _special_stage(subject.path) or ("deltas" if subject.is_deltas else None)
+    return _special_stage(subject.path) or ("deltas" if subject.kind == "deltas" else None)
 
 
 def _special_stage(path: Path) -> str | None:
@@ -187,9 +181,9 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     subject.kind  # noqa: B018 - raises if there is no checkpoint
     for own in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
         require_own_files(own)  # including files that only other readers load
-    if hf is not None and not subject.is_megatron and subject.source_is_hf:
+    if hf is not None and subject.kind != "megatron" and subject.source_is_hf:
         refuse_hf(hf, path)
-    if not subject.is_deltas:
+    if subject.kind != "deltas":
         weights = subject.path
         try:
             weights = iteration_of(weights)
@@ -200,7 +194,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         if is_legacy(weights):
             hint = "convert it (`ckptkit convert`), then run `ckptkit verify` on the result with this path as --source"
             raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
-        if subject.is_megatron:
+        if subject.kind == "megatron":
             subject.megatron_files.readable  # noqa: B018 - raises for a format that is not torch_dist
         else:
             refuse_other_format(subject.path)
@@ -223,10 +217,10 @@ def _find_config(subject: Subject) -> Path | None:
         subject.kind  # noqa: B018 - raises if there is no checkpoint
         return None
     source = locate(subject.source_path)
-    if subject.is_hf:
-        return path if source.is_megatron and not (source.root / "hf" / "config.json").exists() else None
+    if subject.kind == "hf":
+        return path if source.kind == "megatron" and not (source.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() or is_nemo(path) else path.parent
-    return None if (root / "hf" / "config.json").exists() or source.is_megatron else subject.source_path
+    return None if (root / "hf" / "config.json").exists() or source.kind == "megatron" else subject.source_path
 
 
 def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:

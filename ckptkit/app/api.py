@@ -50,9 +50,9 @@ def make_manifest(
     if hf:
         refuse_url(hf)
     location = locate(path)
-    if location.is_hf:
+    if location.kind == "hf":
         refuse_hf(hf, path)
-    if location.is_deltas:
+    if location.kind == "deltas":
         raise UsageError(f"{path} holds deltas, which include checksums", "convert them, and digest the result")
     target = Path(output) if output else location.root / MANIFEST
     check_new_manifest(target, path)

@@ -98,7 +98,7 @@ def run(options: RunOptions) -> ConversionResult:
         lost = [f"{format_links(links)}, in {plan.side_files.path}: not copied"] if links else []
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
-            layout=plan.layout if plan.is_hf else {},
+            layout=plan.layout if plan.kind == "hf" else {},
             dequantized=plan.dequantized,
             forecast=forecast(options, plan) if options.dry_run else None,
             notes=(*plan.notes, *lost),
@@ -146,7 +146,7 @@ def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> C
 def _check_destination(options: RunOptions, sources: Sources, location: Location) -> None:
     """Raises CkptkitError if the destination may not be written, for example because it contains a source."""
     if isinstance(options.dst, Path):
-        folders = [location.root / "hf", location.root / FOLDER] if location.is_megatron else []
+        folders = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
         read = [location.path, *folders, *(sources[path].path for path in options.sources[1:])]
         check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
     else:
@@ -155,12 +155,12 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
 
 def _check_direction(options: RunOptions, location: Location) -> None:
     """Raises UsageError for options of the other direction."""
-    if location.is_deltas:
+    if location.kind == "deltas":
         if options.verb == "quantize" or options.scheme or options.dialect or options.cast_to or options.merge:
             message = f"{options.src} holds deltas, which are only converted to the full HF checkpoint, unchanged"
             raise UsageError(message, "run `ckptkit convert SRC DST --hf BASE`, and continue from DST")
         return
-    if location.is_megatron:
+    if location.kind == "megatron":
         if options.verb == "quantize":
             scheme = options.scheme.name if options.scheme else DEFAULT
             raise UsageError(
@@ -192,7 +192,7 @@ def _no_megatron_at(url: str) -> UsageError:
 
 def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
     """The adapters under PEFT's names if a Megatron checkpoint has only these, or None. Raises UsageError."""
-    if not location.is_megatron or location.legacy or (settings := peft_settings(location.path)) is None:
+    if location.kind != "megatron" or location.legacy or (settings := peft_settings(location.path)) is None:
         return None
     source = TorchDistCheckpoint(location.path, hf=sources[options.hf] if options.hf else None)
     if not only_adapters(source.specs):
@@ -261,7 +261,7 @@ def _write_manifest(
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
     more = {"source": printable(plan.side_files.path.name), **source, "hf_layout": dict(plan.layout)}
-    written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
+    written = Location(plan.kind, partial / "release" if plan.kind == "megatron" else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = side_file_digests(written, [partial / FOLDER])
     write_manifest(partial / MANIFEST, options.command(), tensors, files, more)

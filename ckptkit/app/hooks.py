@@ -20,7 +20,8 @@ from ckptkit.formats.deltas import require_sound, single_delta
 from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.verify.checks.config.arguments import mismatches
-from ckptkit.verify.core.run import Outcome
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.run import report_of
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.preflight import check_headers, preflight
 from ckptkit.verify.weight_sync.messages import first_lines, job_rank, say
@@ -119,15 +120,15 @@ def _hf_checkpoint(args: Namespace) -> Path:
 
 def _require_sound(subject: Subject) -> None:
     require_own_files(subject.path)
-    outcome = check_headers(subject)
-    raise_errors(str(subject.path), outcome)
-    for reason in outcome.reasons:
+    report = report_of(check_headers(subject), str(subject.path))
+    raise_errors(report.checkpoint, report.findings)
+    for reason in report.reasons:
         say(f"{subject.path}: not checked: {reason}")
 
 
-def raise_errors(where: str, outcome: Outcome) -> None:
+def raise_errors(where: str, findings: Sequence[Finding]) -> None:
     """Raises CkptkitError with the findings that are errors, if any."""
-    errors = [finding for finding in outcome.findings if finding.severity == "error"]
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         lines = []
         for one in errors:
@@ -203,5 +204,5 @@ def check_launch(words: Sequence[str]) -> None:
         say(f"{model} is not a directory here, so nothing was checked")
         return
     report = preflight(arguments=words)
-    raise_errors(report.checkpoint, Outcome(findings=list(report.findings)))
+    raise_errors(report.checkpoint, report.findings)
     say(f"preflight of {report.checkpoint}: {'; '.join([report.status, *report.reasons])}")

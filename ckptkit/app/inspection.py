@@ -56,9 +56,9 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
             refuse_hf(hf, path)
             return _adapter_facts(local)
         location = locate(local)
-        if location.is_hf:
+        if location.kind == "hf":
             refuse_hf(hf, path)
-        facts = _delta_facts(location.path) if location.is_deltas else {}
+        facts = _delta_facts(location.path) if location.kind == "deltas" else {}
         return facts if facts and not local_hf else facts | _facts(location, open_checkpoint(local, hf=local_hf))
 
 
@@ -212,9 +212,9 @@ def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any
 
 
 def _format(location: Location) -> str:
-    if location.is_deltas:
+    if location.kind == "deltas":
         return _DELTAS
-    if location.is_hf:
+    if location.kind == "hf":
         return "HF safetensors"
     return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"
 

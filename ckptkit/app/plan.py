@@ -24,7 +24,7 @@ from ckptkit.core.errors import DamagedError, UsageError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import base_of, chain_at, open_deltas
-from ckptkit.formats.detect import Kind, Location, OfKind, locate
+from ckptkit.formats.detect import Kind, Location, locate
 from ckptkit.formats.files import FILE_BYTES, Files, part_bytes
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -51,7 +51,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class ConversionPlan(OfKind):
+class ConversionPlan:
     """The output of a run: `outputs`, the first with the model, the second with passthrough tensors.
 
     `side_files`: the HF directory with the config, tokenizer and code for `side_folder` of the destination. `layout`:
@@ -77,7 +77,7 @@ class ConversionPlan(OfKind):
     @property
     def side_folder(self) -> str:
         """The folder for side files, relative to the destination."""
-        return "hf" if self.is_megatron else ""
+        return "hf" if self.kind == "megatron" else ""
 
     @property
     def around_side_files(self) -> Path | None:
@@ -95,15 +95,15 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
     """Plans a run from headers. `sources`: directories of sources, or None for their own paths. Raises CkptkitError."""
     local = options.local_sources() if sources is None else sources
     location = locate(local[options.src])
-    if location.is_deltas:  # the result is the newest version, in files like those of the base
+    if location.kind == "deltas":  # the result is the newest version, in files like those of the base
         chain, hf = chain_at(location.path), local[options.hf] if options.hf else None
         view, base = open_deltas(location.path, hf), base_of(chain, hf)
         layout = _cut(view, options) if options.max_shard_size else base.layout
         newest = replace(location, path=chain.versions[chain.target].path)
         return _hf_plan(view, layout, base.directory, newest, options, local)
-    if options.verb == "quantize" or (options.merge and location.is_hf):
+    if options.verb == "quantize" or (options.merge and location.kind == "hf"):
         return _hf_to_hf(location, options, local)
-    if location.is_hf:
+    if location.kind == "hf":
         source = plain(location.directory)
         _require_tensors(source, location)
         return replace(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, UsageError
 from ckptkit.storage.directory import Directory, Listing
@@ -155,29 +155,8 @@ _URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)
 Kind = Literal["hf", "megatron", "deltas"]
 
 
-class OfKind:
-    """Has a `kind`, if known: an HF directory, a Megatron checkpoint, or deltas against an HF directory."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def kind(self) -> Kind | None: ...
-
-    @property
-    def is_hf(self) -> bool:
-        return self.kind == "hf"
-
-    @property
-    def is_megatron(self) -> bool:
-        return self.kind == "megatron"
-
-    @property
-    def is_deltas(self) -> bool:
-        return self.kind == "deltas"
-
-
 @dataclass(frozen=True)
-class Location(OfKind):
+class Location:
     """A checkpoint found by `locate`.
 
     `path` has the weights; `root` is the user's path or, for Megatron, the directory with the tracker. `remote` lists
@@ -197,7 +176,7 @@ class Location(OfKind):
     @property
     def legacy(self) -> bool:
         """Whether these are Megatron's older files of one rank each (`mp_rank_*`)."""
-        return self.is_megatron and is_legacy(self.path)
+        return self.kind == "megatron" and is_legacy(self.path)
 
 
 def locate(path: str | Path | Directory) -> Location:

@@ -72,7 +72,7 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
 
 def side_file_digests(location: Location, folders: Sequence[Path] = ()) -> dict[str, str]:
     """BLAKE3 of side files by path relative to the checkpoint's root; for Megatron metadata, `hf/` and `folders`."""
-    if location.is_hf:
+    if location.kind == "hf":
         paths = [location.path / relative for relative in side_files(location.path)]
     else:
         names = ("common.pt", ".metadata", "metadata.json")
@@ -85,7 +85,7 @@ def side_file_digests(location: Location, folders: Sequence[Path] = ()) -> dict[
 
 def loaded_files(location: Location) -> set[str]:
     """Side files that loaders read, relative to the root. Raises CkptkitError like `side_files`."""
-    home = location.path if location.is_hf else location.root / "hf"
+    home = location.path if location.kind == "hf" else location.root / "hf"
     names = side_files(home, location.root) if home.is_dir() else ()
     return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
 

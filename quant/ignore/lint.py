@@ -140,7 +140,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     refuse_url(path)
     root = Path(path)
     root = root.parent if root.name == "config.json" else root
-    if not (root / "config.json").exists() and locate(root).is_megatron:
+    if not (root / "config.json").exists() and locate(root).kind == "megatron":
         raise CkptkitError(f"{root} is a Megatron checkpoint", "lint reads HF directories: give the one it came from")
     subject, names = open_subject(root, readers)
     portable = portable_list(subject)

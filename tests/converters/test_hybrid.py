@@ -15,7 +15,7 @@ from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, read_metadata
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron.run import run_megatron
@@ -79,8 +79,8 @@ def test_every_rank_holds_what_the_rules_say(megatron, sizes):
     subject = Subject(
         megatron, megatron.with_name("release"), options=VerifyOptions(**sizes, against=frozenset({"megatron"}))
     )
-    tally = Tally()
-    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)] == []
+    result = CheckResult("", "")
+    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, result)] == []
     held = [{seen.name for seen in report.tensors} for report in run_megatron(subject).reports]
     assert all("decoder.layers.1.self_attention.in_proj.weight" in names for names in held[: 1 if "pp" in sizes else 2])
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in held[1]

@@ -22,7 +22,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.verify.checks.config.arguments import mismatches
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -133,7 +133,9 @@ def test_megatron_save_comes_back_as_the_release(release, megatron, tmp_path):
 @pytest.mark.usefixtures("served")
 def test_every_rank_holds_its_slice(release, megatron):
     subject = Subject(megatron, release, options=VerifyOptions(tp=2, ep=2))
-    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+    assert [
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, CheckResult("", ""))
+    ] == []
     by_name = [{seen.name: seen.elements for seen in report.tensors} for report in run_megatron(subject).reports]
     assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
     assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
@@ -146,12 +148,12 @@ def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_s
     slimes, lost = tmp_path / "slimes", LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight"
     convert(release, slimes, dialect="slime")
     models.edit_metadata(slimes / "release", lambda metadata: remove(metadata, lost))
-    subject, tally = Subject(slimes, release), Tally()
-    (finding,) = strict_load(subject, tally)
+    subject, result = Subject(slimes, release), CheckResult("", "")
+    (finding,) = strict_load(subject, result)
     assert (finding.tensor, finding.actual) == (NORMS[lost], "not on disk")
-    (note,) = tally.facts["notes"]
+    (note,) = result.facts["notes"]
     assert note == text_with("CK401 Transformer")
-    (unwritten,) = right_slices(subject, Tally())
+    (unwritten,) = right_slices(subject, CheckResult("", ""))
     assert (unwritten.tensor, unwritten.actual) == (lost, text_with("load"))
 
 
@@ -217,7 +219,7 @@ def test_every_rank_holds_the_whole_indexer(releases, converted):
             run_megatron(subject)
         return
     assert run_megatron(subject).failures == {}
-    assert [finding for check in (strict_load, right_slices) for finding in check(subject, Tally())] == []
+    assert [finding for check in (strict_load, right_slices) for finding in check(subject, CheckResult("", ""))] == []
     for report in run_megatron(subject).reports:
         held = {seen.name: seen.elements for seen in report.tensors if ".indexer." in seen.name}
         assert len(held) == 6 * 5

@@ -8,7 +8,7 @@ from support import models
 
 from ckptkit.app.api import convert
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 
 def judge(subject):
-    tally = Tally()
+    result = CheckResult("", "")
     return [
-        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)
-    ], tally.facts
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, result)
+    ], result.facts
 
 
 @pytest.mark.parametrize(

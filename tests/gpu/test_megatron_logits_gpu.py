@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.verify.checks.witnesses.behaviour import judge_run
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.options import VerifyOptions
@@ -37,7 +37,7 @@ def computed(subject, dtype):
 
 def agrees(run, subject):
     assert run.reference is not None
-    assert list(judge_run(run, subject, Tally())) == []
+    assert list(judge_run(run, subject, CheckResult("", ""))) == []
 
 
 @ENGINE

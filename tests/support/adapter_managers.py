@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 
 SCRATCH = Path(mkdtemp(prefix="adapters-"))
 RANK = 8
@@ -28,7 +28,7 @@ def load_weights(model, weights, device):
 
 def in_sglang(base, adapter):
     engine = import_module("ckptkit.verify.witnesses.sglang.adapter")
-    model = engine.build(ModelBuild(base, SCRATCH), load_weights, PhaseLog(SCRATCH / "report"))
+    model = engine.build(ModelBuild(base, SCRATCH), load_weights, ExitReport(SCRATCH / "report"))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora import lora_manager
     from sglang.srt.lora.lora_registry import LoRARef
@@ -88,7 +88,7 @@ def in_vllm(base, adapter):
         return kept["config"]
 
     with patch.object(arg_utils, "EngineArgs", with_lora), patch.object(engine, "configure", noted):
-        model = engine.build(ModelBuild(base, SCRATCH), load_weights, PhaseLog(SCRATCH / "report"))
+        model = engine.build(ModelBuild(base, SCRATCH), load_weights, ExitReport(SCRATCH / "report"))
     from vllm.config import set_current_vllm_config
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager

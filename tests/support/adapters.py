@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ckptkit.verify.witnesses.process.exit_report import ExitReport, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.reference.adapter import run
 from ckptkit.verify.witnesses.reference.job import NamesReport
 from ckptkit.verify.witnesses.runner import Answer
@@ -49,9 +49,9 @@ def answer_here(job, *_):
     with TemporaryDirectory() as home:
         report = Path(home) / "report.json"
         try:
-            answer.set_result(Answer({0: run(replace(job, report=str(report)), PhaseLog(report))}, {}))
+            answer.set_result(Answer({0: run(replace(job, report=str(report)), ExitReport(report))}, {}))
         except AttributeError as error:  # what a class of transformers misses in its config
-            answer.set_result(Answer({}, {0: ExitReport("asking PEFT", str(error))}))
+            answer.set_result(Answer({}, {0: ExitReport(report, message=str(error))}))
     return answer
 
 

@@ -19,7 +19,7 @@ from ckptkit.verify.witnesses.loading.bits import difference, poison, poisoned
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.placement import Placement, flat_elements
 from ckptkit.verify.witnesses.loading.trace import Trace
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 
 SCRATCH = Path(mkdtemp(prefix="drafts-"))
 
@@ -93,7 +93,7 @@ def main():
     found = {}
     for draft in drafts:
         try:
-            found[draft] = load(name, Path(target), Path(draft), PhaseLog(SCRATCH / "report"))
+            found[draft] = load(name, Path(target), Path(draft), ExitReport(SCRATCH / "report"))
         except Exception as error:  # noqa: BLE001 - what an engine refuses is what is asked
             found[draft] = {"refused": f"{type(error).__name__}: {error}"}
     Path(output).write_text(json.dumps(found))

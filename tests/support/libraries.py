@@ -1,7 +1,7 @@
 """Asks tokenizers and transformers in this process, as `ckptkit.verify.evidence.side` does in one of its own."""
 
 from ckptkit.verify.evidence.side import processors, templates, texts
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog, exit_report_of
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, exit_report_of
 from ckptkit.verify.witnesses.runner import Answer
 
 
@@ -14,7 +14,7 @@ def ask_here(monkeypatch, scratch):
         report = scratch / "report.json"
         run = {one.__name__: one for one in (texts, processors, templates)}[module].run
         try:
-            with PhaseLog(report) as phases:
+            with ExitReport(report) as phases:
                 return Answer({0: run(job, phases)}, {})
         except Exception:  # noqa: BLE001 - a process would end with it
             return Answer({}, {0: exit_report_of(report)})

@@ -13,7 +13,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.witnesses.live import process
 from ckptkit.verify.witnesses.live.job import EngineJob, EngineReport
 from ckptkit.verify.witnesses.process.codec import load_record, save
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from support import models
 from support.processes import run_logged
 from support.sync_faults import FAULTS, faults_of
@@ -78,7 +78,7 @@ def main():
     whole = sender.buckets
     for name, fault in {NONE: None, **faults_of(models.tensors(path))}.items():
         sender.buckets = planted(whole, fault)
-        with PhaseLog(root / "phases") as phases:
+        with ExitReport(root / "phases") as phases:
             *_, report = process._reports(job, server, phases, adapter.version())
         save(report, root / name)
         sender.buckets = whole

@@ -1,14 +1,13 @@
 """Parallel layouts to load test models at, as keywords of Subject."""
 
 from ckptkit.verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
-from ckptkit.verify.options import MegatronOptions
+from ckptkit.verify.core.check import CheckResult
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 
 DENSE = {
     "TP2": {"tp": 2},
-    "PP2 uneven": {"pp": 2, "megatron": MegatronOptions(decoder_last_pipeline_num_layers=3)},
+    "PP2 uneven": {"pp": 2, "decoder_last_pipeline_num_layers": 3},
     "VPP2": {"pp": 2, "vpp": 2},
     "TP2 PP2": {"tp": 2, "pp": 2},
     "PP2": {"pp": 2},
@@ -24,5 +23,5 @@ def two_of(number, experts, impossible=()):
 
 
 def judge(subject):
-    tallies = {code: Tally() for code in CHECKS}
-    return [finding for code, check in CHECKS.items() for finding in check(subject, tallies[code])], tallies
+    results = {code: CheckResult("", "") for code in CHECKS}
+    return [finding for code, check in CHECKS.items() for finding in check(subject, results[code])], results

@@ -127,7 +127,7 @@ def run(root, orders):
 
 def _reports(root, orders):
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
-    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.process.exit_report import ExitReport
     from ckptkit.verify.witnesses.sglang.adapter import build
 
     without_cuda()
@@ -136,5 +136,5 @@ def _reports(root, orders):
         (scratch := root / f"scratch-{name}").mkdir()
         reports[name] = {}
         examined = partial(examine, order, reports[name])
-        build(ModelBuild(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
+        build(ModelBuild(Path(order["int4"]), scratch), examined, ExitReport(scratch / "report"))
     return reports

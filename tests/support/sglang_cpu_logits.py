@@ -13,7 +13,7 @@ from families.case import tokens
 from torch import Tensor, nn
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog, describe_error
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, describe_error
 from ckptkit.verify.witnesses.sglang.adapter import build
 from support.calls import call
 
@@ -89,7 +89,7 @@ def _answers(paths):
     with TemporaryDirectory() as folder:
         for path in paths:
             try:
-                model = build(ModelBuild(path, Path(folder)), load_weights, PhaseLog(Path(folder) / "report"))
+                model = build(ModelBuild(path, Path(folder)), load_weights, ExitReport(Path(folder) / "report"))
                 found[path.name] = logits_of(model, tokens())
             except Exception as error:  # noqa: BLE001 - it is the answer
                 found[path.name] = describe_error(error)

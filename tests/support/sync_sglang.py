@@ -11,7 +11,7 @@ import torch
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.job import EngineSizes
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.sglang.adapter import build
 from support.calls import call
 from support.installed import release
@@ -38,7 +38,7 @@ def _answers(path, out, tp, rank):
     from sglang.srt.utils import weight_checker
 
     wanted = ModelBuild(path, out, sizes=EngineSizes(tp), rank=rank)
-    model = build(wanted, load_weights, PhaseLog(out / f"report-{rank}"))
+    model = build(wanted, load_weights, ExitReport(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
     newer = release("sglang") >= (0, 5, 23)

@@ -99,7 +99,7 @@ def answer_of_class(method, config, name):
 def asked_of(path):
     """The layers that vLLM's class asks about while it is built."""
     from ckptkit.verify.witnesses.loading.engine import ModelBuild
-    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.process.exit_report import ExitReport
     from ckptkit.verify.witnesses.vllm import adapter, platform
 
     scratch = Path(tempfile.mkdtemp())
@@ -118,7 +118,7 @@ def asked_of(path):
         return own(config, layer, prefix)
 
     with patch.object(CompressedTensorsConfig, "get_quant_method", recorded):
-        adapter.build(ModelBuild(path, scratch), lambda *_: None, PhaseLog(scratch / "report"))
+        adapter.build(ModelBuild(path, scratch), lambda *_: None, ExitReport(scratch / "report"))
     return asked
 
 

@@ -1,30 +1,31 @@
 """Defines and registers checks. All names that a check needs can be imported from here.
 
-A check is a generator of issues. Its `Tally` counts the tensors that it compared; a check that compared nothing fails,
-because it proved nothing. Every function in `verify/checks/` with `@check` is one; no list names them.
+A check is a generator of issues. It counts the tensors that it compared in its `CheckResult`; a check that compared
+nothing fails, because it proved nothing. Every function in `verify/checks/` with `@check` is one; no list names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import TypedDict, Unpack
 
 from ckptkit.verify import checks as general
-from ckptkit.verify.core.catalogue import Wording, wording_of
+from ckptkit.verify.core.catalogue import wording_of
 from ckptkit.verify.core.issue import Issue, collect, warning_if
-from ckptkit.verify.core.report import BEHAVIOUR, Finding, Severity
+from ckptkit.verify.core.report import BEHAVIOUR, CheckResult, Finding, Severity
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.launch import checks as of_launches
 from ckptkit.verify.witnesses import registry
 
-__all__ = ["CannotCheck", "Issue", "NotApplicable", "Severity", "Subject", "once", "warning_if"]  # from other modules
-__all__ += ["AppliesTo", "Check", "Run", "Tally", "check", "only_if"]
-NOTES, NOT_APPLICABLE = "notes", "not applicable"
+# From other modules.
+__all__ = ["CannotCheck", "CheckResult", "Issue", "NotApplicable", "Severity", "Subject", "once", "warning_if"]
+__all__ += ["AppliesTo", "Check", "Run", "check", "only_if"]
+NOT_APPLICABLE = "not applicable"
 
 WITNESS_OPTIONS = {one.name: one.option for one in registry.WITNESSES}
 # The label of each stage in the verdict. `configuration` is JSON files and training arguments. Only preflight has a
@@ -46,32 +47,12 @@ NEEDS = frozenset({"sound headers", "source", *WITNESS_OPTIONS})
 # The stages of folders with another name.
 _STAGES = {"checks": "launch", "config": "configuration", "adapters": "adapter", "drafts": "draft"}
 _READS_EVERY_BYTE = ("values", "adapter", "draft", "deltas")
+# For `all_checks`: preflight asks no witness, and `verify` reads no launch.
+OF_WITNESSES, OF_LAUNCHES = f"{general.__name__}.witnesses.", f"{of_launches.__name__}."
 _NAMES_ITS_FILES = ("launch", "megatron")  # findings of other stages default to the checkpoint's path
 
 
-@dataclass
-class Tally:
-    """Counts the tensors that a check compared, and collects facts (`facts["pipeline stages"] = [...]`)."""
-
-    tensors: int = 0
-    bytes: int = 0
-    facts: dict[str, list[str]] = field(default_factory=dict)
-
-    def compared(self, tensors: int = 1, nbytes: int = 0) -> None:
-        """Counts tensors (or header entries, or files), and the bytes of them that were read."""
-        self.tensors += tensors
-        self.bytes += nbytes
-
-    def add_to_verdict(self, text: str) -> None:
-        """Adds a comparison to the verdict, for a check of the stage `behaviour`."""
-        self.facts.setdefault(BEHAVIOUR, []).append(text)
-
-    def note(self, text: str) -> None:
-        """Adds a remark to `facts["notes"]`: something that users should know and that is not wrong."""
-        self.facts.setdefault(NOTES, []).append(text)
-
-
-Run = Callable[[Subject, Tally], Iterator[Finding]]
+Run = Callable[[Subject, CheckResult], Iterator[Finding]]
 
 # Raises NotApplicable if a check does not apply: a Megatron directory has no index.
 AppliesTo = Callable[[Subject], object]
@@ -141,21 +122,22 @@ class _When(TypedDict, total=False):
 
 
 def check(
-    code: str, *, stage: str | None = None, wording: Wording | None = None, **when: Unpack[_When]
-) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
+    code: str, *, stage: str | None = None, wording: Mapping[str, str] | None = None, **when: Unpack[_When]
+) -> Callable[[Callable[[Subject, CheckResult], Iterator[Issue]]], Run]:
     """Registers a generator of issues as a check; by default its stage is the folder, its wording catalogue.toml's."""
-    text = wording or wording_of(code)
+    row = wording or wording_of(code)
+    title, failed, why, fix = (row[key] for key in ("title", "failed", "why", "fix"))
 
-    def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
+    def register(issues: Callable[[Subject, CheckResult], Iterator[Issue]]) -> Run:
         name = stage or _STAGES.get(folder := issues.__module__.split(".")[3], folder)
 
         @wraps(issues)
-        def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            return collect(issues(subject, tally), code, text.fix, None if name in _NAMES_ITS_FILES else subject.path)
+        def run(subject: Subject, result: CheckResult) -> Iterator[Finding]:
+            return collect(issues(subject, result), code, fix, None if name in _NAMES_ITS_FILES else subject.path)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        new = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, name, failed=text.failed, **when)
+        new = _CHECKS[code] = Check(code, title, why, fix, run, name, failed=failed, **when)
         if name not in STAGE_LABELS or not NEEDS.issuperset(new.needs):
             raise ValueError(f"{code} is of the stage {name} and needs {new.needs}: one of these is unknown")
         return run
@@ -168,10 +150,10 @@ def registered() -> Collection[Check]:
     return _CHECKS.values()
 
 
-def all_checks(*, witnesses: bool = True) -> Sequence[Check]:
-    """All checks, sorted by code; `witnesses=False` skips imports that take a tenth of a preflight."""
+def all_checks(without: str = "/") -> Sequence[Check]:
+    """All checks, sorted by code. Modules under `without` are not imported, which takes a tenth of a preflight."""
     for package in (general, of_launches):
         for module in walk_packages(package.__path__, f"{package.__name__}."):
-            if witnesses or not module.name.startswith(f"{general.__name__}.witnesses."):
+            if not module.name.startswith(without):
                 import_module(module.name)
     return [_CHECKS[code] for code in sorted(_CHECKS)]

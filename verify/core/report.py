@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +26,7 @@ NOT_GIVEN = {
     "weights": "not compared",
     "some weights": "not compared",
 }
+NOTES = "notes"  # the fact that lists remarks
 ACCEPTED = "accepted as not checked"  # the fact that lists incomplete checks of `--accept`
 BEHAVIOUR = "behaviour"  # the stage, and the fact that lists its comparisons
 _LENGTH = 100  # characters of a reason in the verdict
@@ -33,7 +34,7 @@ _CODES = 3  # codes of checks in the verdict
 _CODE = re.compile(r"CK\d{3}")
 
 Severity = Literal["error", "warning"]
-Status = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "skipped"]  # of a check in a report
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,47 @@ class Finding:
         return {key: value for key, value in vars(self).items() if key not in ("names", "also_affected")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckResult:
-    """The result of one check. `reason` explains why it is incomplete; `failed`, the title of findings, is not JSON."""
+    """The result of one check, which fills in its counts and facts (`facts["pipeline stages"] = [...]`) as it runs.
+
+    `reason` explains why it is incomplete, or does not apply, and `because` are codes of checks that report the reason.
+    `failed` is the title of its findings, which have no causes here.
+    """
 
     code: str
     title: str
-    status: Status
+    status: Status | Literal["not applicable"] = "passed"
     reason: str | None = None
     tensors_compared: int = 0
     bytes_compared: int = 0
     seconds: float = 0.0
     failed: str = ""
+    because: tuple[str, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, list[str]] = field(default_factory=dict)
+
+    def compared(self, tensors: int = 1, nbytes: int = 0) -> None:
+        """Counts tensors (or header entries, or files), and the bytes of them that were read."""
+        self.tensors_compared += tensors
+        self.bytes_compared += nbytes
+
+    def stop(self, reason: str, *because: str) -> None:
+        """Notes why the check is incomplete."""
+        self.reason, self.because = reason, because
+
+    def add_to_verdict(self, text: str) -> None:
+        """Adds a comparison to the verdict, for a check of the stage `behaviour`."""
+        self.facts.setdefault(BEHAVIOUR, []).append(text)
+
+    def note(self, text: str) -> None:
+        """Adds a remark to `facts["notes"]`: something that users should know and that is not wrong."""
+        self.facts.setdefault(NOTES, []).append(text)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as in the JSON report."""
+        keys = ("code", "title", "status", "reason", "tensors_compared", "seconds")
+        return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -176,10 +206,6 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
         ended = Counter(check.status for check in self.checks)
-        checks = [
-            {key: value for key, value in asdict(check).items() if key not in ("bytes_compared", "failed")}
-            for check in self.checks
-        ]
         return {
             "schema": SCHEMA,
             "version": self.version,
@@ -198,7 +224,7 @@ class Report:
                 "tensors_compared": sum(check.tensors_compared for check in self.checks),
                 "bytes_compared": sum(check.bytes_compared for check in self.checks),
             },
-            "checks": checks,
+            "checks": [check.to_json() for check in self.checks],
             "findings": [finding.to_json() for finding in self.findings],
             "facts": {key: list(values) for key, values in self.facts.items()},
             "heat": {layer: {kind: dict(cell) for kind, cell in cells.items()} for layer, cells in self.heat.items()},

@@ -13,7 +13,7 @@ from ckptkit.converters.adapter import Adapter
 from ckptkit.converters.open import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.detect import TRACKER, Kind, Location, OfKind, locate
+from ckptkit.formats.detect import TRACKER, Kind, Location, locate
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.verify.evidence.files import HfFiles, MegatronFiles
@@ -33,7 +33,7 @@ _DEFAULT = VerifyOptions()
 
 
 @dataclass(frozen=True)
-class Subject(OfKind):
+class Subject:
     """A checkpoint and the options to verify it with. Files are opened lazily, so that checks can report broken ones.
 
     Only preflight sets the fields from `job` on.
@@ -115,12 +115,12 @@ class Subject(OfKind):
     @property
     def config_root(self) -> Path:
         """The directory of config.json; for Megatron, the HF directory that belongs to it."""
-        return self.path if self.is_hf else self.megatron_files.opened.hf_path
+        return self.path if self.kind == "hf" else self.megatron_files.opened.hf_path
 
     @property
     def unread_names(self) -> Collection[str]:
         """Tensor names that the index lists in unreadable files."""
-        return self.hf_files.unknown if self.is_hf else ()
+        return self.hf_files.unknown if self.kind == "hf" else ()
 
     @cached_property
     def hf_files(self) -> HfFiles:
@@ -135,7 +135,7 @@ class Subject(OfKind):
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor in headers or `.metadata`. Raises CkptkitError if `.metadata` cannot be read."""
-        return self.hf_files.specs if self.is_hf else self.megatron_files.opened.specs
+        return self.hf_files.specs if self.kind == "hf" else self.megatron_files.opened.specs
 
     @cached_property
     def kinds(self) -> Sequence[Sequence[str]]:
@@ -150,7 +150,7 @@ class Subject(OfKind):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The opened checkpoint. Raises CkptkitError if it cannot be opened, which CK1xx checks report first."""
-        if self.location.is_hf:
+        if self.location.kind == "hf":
             return self.hf_files.checkpoint
         return open_checkpoint(self.path, hf=self.hf_path)
 
@@ -171,14 +171,14 @@ class Subject(OfKind):
             return None
         if self.adapter is not None:
             return self.adapter.merged()
-        if self.is_hf and is_quantized(self.checkpoint.config):
+        if self.kind == "hf" and is_quantized(self.checkpoint.config):
             return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
         return open_plain(locate(self.source_path), self.hf_path)
 
     @cached_property
     def source_is_hf(self) -> bool:
         """Whether the source is an HF directory; true without a source."""
-        return self.source_path is None or locate(self.source_path).is_hf
+        return self.source_path is None or locate(self.source_path).kind == "hf"
 
 
 def once(find: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:

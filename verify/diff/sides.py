@@ -19,7 +19,7 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.verify.checks.config.config import config_differences, describe_model, is_another_model, plain_differences
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.evidence.reading import as_hf_view
@@ -44,7 +44,7 @@ class Sides:
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     """Opens and dequantizes both checkpoints; `hf` is the config of a Megatron one without. Raises CkptkitError."""
     places = locate(a), locate(b)
-    if places[0].is_hf and places[1].is_hf:
+    if places[0].kind == "hf" and places[1].kind == "hf":
         refuse_hf(hf, a)
     both = [open_location(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
     stored = [one.checkpoint for one in both]
@@ -62,7 +62,7 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
 
 def _config_for(place: Location, hf: str | Path | None, other: Location) -> str | Path | None:
     """The config or base of deltas of a side: a Megatron side without a config uses that of an HF side."""
-    if hf or not place.is_megatron or not other.is_hf or (place.root / "hf" / "config.json").exists():
+    if hf or place.kind != "megatron" or other.kind != "hf" or (place.root / "hf" / "config.json").exists():
         return hf
     return other.path
 
@@ -71,7 +71,7 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
     """Yields a note for a Megatron side with a padded vocabulary: HF names have no padding."""
     for checkpoint, place in zip(stored, places, strict=True):
         config = config_or_empty(checkpoint)
-        if not place.is_megatron or not supported(config):
+        if place.kind != "megatron" or not supported(config):
             continue
         rules = rules_for_names(adapt_config(config, checkpoint.specs), checkpoint.specs)
         vocab = [rule for rule in rules if rule.mapping.vocab and rule.megatron in checkpoint.specs]
@@ -108,7 +108,7 @@ def compare_files(
     sides = [SideFiles.of(place) for place in (place_a, place_b)]
     bare = [name for name, side in zip("AB", sides, strict=True) if not side.loaded - {"config.json"}]
     if bare or sides[0].root.resolve() == sides[1].root.resolve():
-        if len(bare) == 1 and place_a.is_hf and place_b.is_hf:
+        if len(bare) == 1 and place_a.kind == "hf" and place_b.kind == "hf":
             notes.append(f"files were not compared, since {bare[0]} has none next to its weights")
         return lines, notes
     try:
@@ -127,7 +127,7 @@ def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], lis
     is_supported = supported(a) and supported(b)
     if is_supported and is_another_model(a, b):
         return [f"config.json differs: {describe_model(a)} and {describe_model(b)}"], []
-    differences = (config_differences if is_supported else plain_differences)(a, b, Tally())
+    differences = (config_differences if is_supported else plain_differences)(a, b, CheckResult("", ""))
     lines = {}
     for severity, ones in by_key((one.severity, one) for one in differences).items():
         more = f" and {len(ones) - _LISTED} more" if ones[_LISTED:] else ""

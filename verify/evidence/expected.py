@@ -63,7 +63,7 @@ def remarks_of(subject: Subject) -> list[str]:
 def spelling_of(subject: Subject) -> PrefixMismatch | None:
     """The spelling of an HF checkpoint's layers if it is that of another class, else None."""
     try:
-        return prefix_mismatch(raw_config_of(subject), _names(subject)) if subject.is_hf else None
+        return prefix_mismatch(raw_config_of(subject), _names(subject)) if subject.kind == "hf" else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
@@ -71,7 +71,7 @@ def spelling_of(subject: Subject) -> PrefixMismatch | None:
 @once
 def _names(subject: Subject) -> Collection[str]:
     """Every tensor name of headers, the index or `.metadata`; empty if unreadable."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         # A launch that trains multi-token prediction layers requires all tensors of the config.
         is_complete = subject.arguments is not None and bool(subject.arguments.mtp)
         return subject.megatron_files.opened.specs if not is_complete and subject.megatron_files.readable else ()
@@ -101,7 +101,7 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 @once
 def raw_config_of(subject: Subject) -> Mapping[str, Any]:
     """The stored HF config. Raises NotApplicable for a model of no family, CannotCheck without one, CkptkitError."""
-    if subject.is_hf:
+    if subject.kind == "hf":
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and is_of_no_family(subject):
             model = class_of(config) or f"model_type {config['model_type']!r}"
@@ -113,10 +113,10 @@ def raw_config_of(subject: Subject) -> Mapping[str, Any]:
             raise CannotCheck(f"{reason}; pass the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
-        refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)
+        refuse_foreign(_names(subject) if subject.kind == "hf" else (), subject.path)
         refuse_declared_format(config, subject.path)
         dims_of(config)
-        if subject.is_hf:
+        if subject.kind == "hf":
             refuse_older(config, _names(subject), subject.path)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
@@ -130,8 +130,8 @@ def expected_of(subject: Subject) -> Expected | None:
         return None
     unread = subject.unread_names
     names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
-    rules = rules_for_names(config, names) if subject.is_megatron else list(rules_of(config))
-    if subject.is_megatron:
+    rules = rules_for_names(config, names) if subject.kind == "megatron" else list(rules_of(config))
+    if subject.kind == "megatron":
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
         one_each = {id(rule.mapping): rule for rule in rules}
         shapes_of = {key: rule.megatron_shape for key, rule in one_each.items()}

@@ -83,7 +83,7 @@ def _all(chunks: Sequence[Sequence[int]]) -> list[int]:
 @once
 def stages_of(subject: Subject) -> Stages:
     """The pipeline that saved the checkpoint, by its training arguments. Raises CkptkitError if they are unreadable."""
-    args = subject.megatron_files.args if subject.is_megatron else {}
+    args = subject.megatron_files.args if subject.kind == "megatron" else {}
     if (args.get("pipeline_model_parallel_size") or 1) == 1:
         return Stages.of_names(subject.specs)
     try:

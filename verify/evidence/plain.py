@@ -26,9 +26,9 @@ from ckptkit.storage.directory import Directory
 
 def open_plain(location: Location, hf: str | Path | Directory | None = None) -> Checkpoint:
     """Opens a checkpoint under its names on disk; `hf` is the config, or the base of deltas. Raises CkptkitError."""
-    if location.is_megatron:
+    if location.kind == "megatron":
         return open_megatron(location, hf)
-    return plain(location.path if location.is_deltas else location.directory, hf)
+    return plain(location.path if location.kind == "deltas" else location.directory, hf)
 
 
 def plain(path: Path | Directory, base: str | Path | Directory | None = None) -> HfCheckpoint | View:

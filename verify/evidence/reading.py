@@ -76,7 +76,7 @@ def sides(subject: Subject, stored: bool, opened: Checkpoint | None = None) -> t
     """The checkpoint (or `opened`) and its source under HF names; if `stored`, only the checkpoint as on disk."""
     checkpoint, source = opened or subject.checkpoint, None if stored else subject.source
     if source is None:
-        return (checkpoint if stored or subject.is_megatron else as_hf_view(checkpoint, subject.path)), None
+        return (checkpoint if stored or subject.kind == "megatron" else as_hf_view(checkpoint, subject.path)), None
     return as_hf_view(checkpoint, subject.path, source.specs), source_as_hf(subject, checkpoint.specs)
 
 
@@ -112,8 +112,8 @@ def read_values(subject: Subject) -> Values:
 
 def stored_values(subject: Subject) -> Values:
     """As `read_values`, but under names on disk and without the source. Does not read again if the names agree."""
-    fused = subject.is_hf and is_fused(subject.checkpoint.specs)
-    if not fused and (subject.is_hf or subject.source_path is None):
+    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
+    if not fused and (subject.kind == "hf" or subject.source_path is None):
         return read_values(subject)
     return _pass(subject, stored=True)
 
@@ -121,13 +121,13 @@ def stored_values(subject: Subject) -> Values:
 @once
 def downloads(subject: Subject) -> Mapping[str, Download]:
     """The records of the model hub's client for the files of an HF directory, by relative name."""
-    return downloads_in(subject.path) if subject.is_hf else {}
+    return downloads_in(subject.path) if subject.kind == "hf" else {}
 
 
 @once
 def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
     """The recorded weight files that loaders open, hashed as tensors are read, and the other recorded files."""
-    shards = subject.hf_files.shards if subject.is_hf else {}
+    shards = subject.hf_files.shards if subject.kind == "hf" else {}
     begins = {name: min(shard.offsets.values(), default=0) for name, shard in shards.items()}
     return {
         name: FileHash(subject.path / name, record.digest, begins.get(name, 0))
@@ -171,7 +171,7 @@ def alternating(homes: Sequence[object], width: int) -> list[int]:
 
 
 def _pass(subject: Subject, stored: bool) -> Values:
-    if subject.is_hf:
+    if subject.kind == "hf":
         refuse_foreign(subject.checkpoint.specs, subject.path)
         refuse_declared_format(subject.checkpoint.config, subject.path)
     hashes = {} if subject.options.ray is not None else file_hashes(subject)

@@ -43,7 +43,7 @@ class SideFiles:
     @classmethod
     def of(cls, place: Location) -> SideFiles:
         """The files of an HF directory, or of the one next to a Megatron iteration."""
-        return cls(place.path) if place.is_hf else cls(place.root / "hf", place.root)
+        return cls(place.path) if place.kind == "hf" else cls(place.root / "hf", place.root)
 
     @cached_property
     def loaded(self) -> Set[str]:

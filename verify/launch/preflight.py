@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
 from ckptkit.storage.regular import read_regular
 from ckptkit.verify.checks.config.config import STAGES
 from ckptkit.verify.checks.headers.torch_dist import TRAINING_STATE
-from ckptkit.verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
-from ckptkit.verify.core.report import CheckResult, Finding, Report, now
-from ckptkit.verify.core.run import Outcome, checked_stages, run_checks
+from ckptkit.verify.core.check import NOT_APPLICABLE, OF_WITNESSES, Check, all_checks
+from ckptkit.verify.core.report import NOTES, CheckResult, Finding, Report
+from ckptkit.verify.core.run import checked_stages, report_of, results_of
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of
 from ckptkit.verify.evidence.folding import by_key
@@ -131,36 +130,31 @@ _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 def check_job(job: Job) -> Report:
     """Checks the launch of a job, and every directory that it loads."""
-    checks, directories = all_checks(witnesses=False), list(_directories(job))
+    checks, directories = all_checks(OF_WITNESSES), list(_directories(job))
     launched = Subject(job.root, job=job, arguments=job.actor, loaded={one.path: one for one in directories})
     launch_checks = [one for one in checks if one.stage == "launch"]
-    outcome = run_checks(launched, [one for one in launch_checks if not one.needs])
-    headers = Outcome()
+    results = results_of(launched, [one for one in launch_checks if not one.needs])
     for subject in directories:
-        headers.add(check_headers(subject))
+        results += check_headers(subject)
     gates = {one.code for one in checks if one.gate}
-    broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
+    broken = next((one.code for one in results if one.code in gates and one.status == "failed"), None)
     # Checks that read weights need sound headers.
-    headers.add(run_checks(launched, [one for one in launch_checks if one.needs], broken))
-    outcome.add(headers)
-    if job.replaced:
-        outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
-    compared = outcome.facts.get(COMPARED, [])
-    skipped = ["some weights"] * bool(outcome.facts.get(NOT_COMPARED)) if compared else ["weights"]
-    return Report(
-        version=program_version(),
+    results += results_of(launched, [one for one in launch_checks if one.needs], broken)
+    report = report_of(results, ", ".join(dict.fromkeys(str(side.path) for side in job.sides_with_weights())))
+    notes = [*job.replaced, *report.facts.get(NOTES, [])]
+    compared = report.facts.get(COMPARED, [])
+    skipped = ["some weights"] * bool(report.facts.get(NOT_COMPARED)) if compared else ["weights"]
+    return replace(
+        report,
         command=("ckptkit", "preflight"),
-        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.sides_with_weights())),
-        source=None,
-        checks=_merged(checks, outcome.checks),
-        findings=list(dict.fromkeys(outcome.findings)),
+        checks=_merged(checks, report.checks),
+        findings=list(dict.fromkeys(report.findings)),
         facts={"what would be loaded": [str(side) for side in (*job.sides, job.adapter) if side]}
-        | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
-        | {NOT_APPLICABLE: outcome.not_applicable_lines},
-        reasons=outcome.reasons,
+        | {key: lines for key, lines in report.facts.items() if key in _FACTS}
+        | ({NOTES: notes} if notes else {})
+        | {NOT_APPLICABLE: report.facts.get(NOT_APPLICABLE, [])},
         model=next(filter(None, map(model_of, directories)), None),
-        date=now(),
-        asked=[*checked_stages(outcome.checks), *compared],
+        asked=[*checked_stages(report.checks), *compared],
         not_asked=[*skipped, "engine"],
     )
 
@@ -184,8 +178,8 @@ def _directories(job: Job) -> Iterator[Subject]:
         usable = model if model and (model / "config.json").exists() else None
         yield Subject(
             side.path,
-            hf_path=usable if side.is_megatron else None,
-            source_path=usable if side.is_hf and side.path != usable else None,
+            hf_path=usable if side.kind == "megatron" else None,
+            source_path=usable if side.kind == "hf" and side.path != usable else None,
             arguments=sizes,
             options=VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers),
             # In mode bridge miles packs the tensors that the checkpoint stores packed, and ignores the `ignore` list.
@@ -194,10 +188,12 @@ def _directories(job: Job) -> Iterator[Subject]:
         )
 
 
-def check_headers(subject: Subject) -> Outcome:
+def check_headers(subject: Subject) -> list[CheckResult]:
     """Checks the headers and JSON files of one directory, without weights."""
-    checks = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
-    return _fold_other_model(subject, run_checks(subject, checks))
+    checks = [one for one in all_checks(OF_WITNESSES) if one.stage == "headers" or one.preflight]
+    results = results_of(subject, checks)
+    _fold_other_model(subject, results)
+    return results
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
@@ -215,22 +211,24 @@ def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[Che
     ]
 
 
-def _fold_other_model(subject: Subject, outcome: Outcome) -> Outcome:
+def _fold_other_model(subject: Subject, results: Sequence[CheckResult]) -> None:
     """Replaces errors that a checkpoint of another model causes by one finding; the FOLDED fact lists them."""
     config = subject.hf_path or subject.source_path
-    errors = [one for one in outcome.findings if one.severity == "error" and one.code in _TENSORS + _ARGUMENTS]
+    judged = [result for result in results if result.code in _TENSORS + _ARGUMENTS]
+    errors = [one for result in judged for one in result.findings if one.severity == "error"]
     arguments = [one for one in errors if one.code in _ARGUMENTS]
     if config is None or len(arguments) < _MIN_ARGUMENTS or len(errors) <= _MAX_LISTED:
-        return outcome
+        return
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
     difference = describe_difference([one.actual for one in arguments], tensors)
     expected, actual = f"the model of {config}/config.json", f"another model: {difference}"
     hint = f"pass the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
     finding = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))
-    outcome.facts[FOLDED] = [
+    last = [one for one in results if one.status != "not applicable"][-1]
+    last.facts[FOLDED] = [
         f"{one.code}: {f'{one.tensor}: ' * bool(one.tensor)}expected {one.expected}, found {one.actual}"
         for one in errors
     ]
-    at = outcome.findings.index(errors[0])
-    others = [one for one in outcome.findings if one not in errors]
-    return replace(outcome, findings=[*others[:at], finding, *others[at:]])
+    for result in judged:
+        kept = (finding if one is errors[0] else one for one in result.findings)
+        result.findings = [one for one in kept if one not in errors]

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.converters.registry import named_family_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
-from ckptkit.formats.detect import ITERATION, TRACKER, Kind, OfKind, is_legacy, require_own_files
+from ckptkit.formats.detect import ITERATION, TRACKER, Kind, is_legacy, require_own_files
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.storage.links import absent, next_move
 from ckptkit.verify.core.issue import Issue
@@ -36,7 +36,7 @@ def path_issue(
 
 
 @dataclass(frozen=True)
-class Side(OfKind):
+class Side:
     """The actor, the reference or the rollout engine: the weights that it would load, and why these."""
 
     role: str
@@ -50,7 +50,7 @@ class Side(OfKind):
     def __str__(self) -> str:
         start = "starts from RANDOM weights" if self.is_random else "cannot start"
         start = "loads weights that are not on this machine" if self.is_remote else start
-        start = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else start
+        start = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else start
         return f"{self.role} {start}: {self.why}"
 
     @property

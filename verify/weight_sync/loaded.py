@@ -97,7 +97,9 @@ def compare_loaded(
     from ckptkit.verify.witnesses.megatron.slices import Position, compare_all
 
     path = location.path
-    reference: Checkpoint = to_megatron(plain(path), str(path)) if location.is_hf else open_megatron(location, hf)
+    reference: Checkpoint = (
+        to_megatron(plain(path), str(path)) if location.kind == "hf" else open_megatron(location, hf)
+    )
     config = adapt_config(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_for_names(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -175,7 +177,7 @@ def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, l
     except CkptkitError as error:
         skipped[f"the manifest lists ({error.message})"].append(str(path))
         return {}
-    if location.is_megatron:
+    if location.kind == "megatron":
         return dict(tensors)
     copied = {rule.megatron: next(iter(rule.hf)) for rule in rules.values() if type(rule.mapping.op) is Copy}
     return {name: tensors[hf] for name, hf in copied.items() if hf in tensors}

@@ -31,7 +31,7 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
-from ckptkit.verify.options import MegatronOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.weight_sync.loaded import DiffersError
 
 
@@ -87,7 +87,7 @@ def test_each_fault_of_a_file_or_an_option_has_its_code(tmp_path):
     (tmp_path / "config.json").mkdir()
     assert code_when(readers["config.json"]) == "other"  # neither missing nor damaged
     assert code_when(parse_size, "much") == code_when(refuse_hf, tmp_path, tmp_path) == "usage"
-    assert code_when(MegatronOptions(cp=2).refuse) == "usage"
+    assert code_when(lambda: VerifyOptions(cp=2)) == "usage"
 
 
 def error_of(call):

@@ -22,7 +22,7 @@ from ckptkit.formats.torch_save import blob
 from ckptkit.storage import read as raw
 from ckptkit.transfer import copy as copying
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 
@@ -114,7 +114,9 @@ def test_megatron_loads_chunks(in_chunks, releases, name):
     ]
     assert len(cut) > 30
     subject = Subject(path, releases(name), options=VerifyOptions(tp=2))
-    assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
+    assert [
+        finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, CheckResult("", ""))
+    ] == []
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.nightly import daily
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflatten
 from ckptkit.verify.checks.values.optimizer import masters_round, optimizer_sound, optimizer_whole
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.run import verify
 
@@ -85,9 +85,9 @@ CHECKS = (optimizer_whole, optimizer_sound, masters_round)
 
 
 def found(root):
-    subject, tallies = Subject(root), [Tally() for _ in CHECKS]
-    findings = [one for check, tally in zip(CHECKS, tallies, strict=True) for one in check(subject, tally)]
-    return findings, [tally.tensors for tally in tallies]
+    subject, results = Subject(root), [CheckResult("", "") for _ in CHECKS]
+    findings = [one for check, result in zip(CHECKS, results, strict=True) for one in check(subject, result)]
+    return findings, [result.tensors_compared for result in results]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_bucket_without_one_kind(saved, copy_of):
             del content.state_dict_metadata[key]
 
     models.edit_metadata(root / "iter_0000010", lose_moment)
-    (finding,) = optimizer_whole(Subject(root), Tally())
+    (finding,) = optimizer_whole(Subject(root), CheckResult("", ""))
     assert (finding.code, finding.expected) == ("CK121", text_with("exp_avg"))
     assert "dp_group_idx_1" in (finding.tensor or "")
 

@@ -195,7 +195,7 @@ def test_other_verbs_say_where_the_link_leads(file, snapshot, tmp_path, only):
 
 
 def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases):
-    one = Check("CK999", "nothing", "", "", lambda subject, tally: iter(()), "headers")
+    one = Check("CK999", "nothing", "", "", lambda subject, result: iter(()), "headers")
     subject = Subject(releases("qwen2-tied"))
     (failed,) = run_checks(subject, [one]).checks
     assert failed.status == "failed"

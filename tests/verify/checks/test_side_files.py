@@ -189,7 +189,7 @@ def pair(hf, tmp_path):
 def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(pair, monkeypatch, alone):
     here, source = pair
     change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
-    late = Answer[templates.RenderedTemplates]({}, {0: ExitReport("rendering", "no answer within 60 s")})
+    late = Answer[templates.RenderedTemplates]({}, {0: ExitReport(Path(), message="no answer within 60 s")})
     monkeypatch.setattr(templates, "ask", lambda *_: late)
     result, found = alone("CK708", here, source_path=source)
     assert (result.status, found) == ("skipped", [])

@@ -20,7 +20,7 @@ from ckptkit.app.cli import cli
 from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.specs import TensorSpec
 from ckptkit.verify.run import verify
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
 from ckptkit.verify.witnesses.reference.names import load_names, run
 
@@ -214,11 +214,11 @@ def test_what_is_no_model_class_is_not_asked(name, cohere):
 
 def test_a_config_that_transformers_refuses_is_a_finding_and_a_fault_of_ours_is_not(cohere, tmp_path, monkeypatch):
     config, report = json.loads((cohere / "config.json").read_text()), tmp_path / "report.json"
-    refused = run(NamesJob(config | {"hidden_size": "wide"}, [], str(report)), PhaseLog(report)).refused
+    refused = run(NamesJob(config | {"hidden_size": "wide"}, [], str(report)), ExitReport(report)).refused
     assert "hidden_size" in refused
     monkeypatch.setattr(transformers.Cohere2ForCausalLM, "from_pretrained", _without_values)
     with pytest.raises(RuntimeError, match="meta tensors"):
-        run(NamesJob(config, [], str(report)), PhaseLog(report))
+        run(NamesJob(config, [], str(report)), ExitReport(report))
 
 
 def _without_values(*_, **__):

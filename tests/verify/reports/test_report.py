@@ -43,9 +43,9 @@ def test_json_is_the_contract():
 
 
 def check(*findings, error=None, nbytes=1):
-    def run(subject, tally):
+    def run(subject, result):
         if nbytes:
-            tally.compared(nbytes=nbytes)
+            result.compared(nbytes=nbytes)
         yield from findings
         if error is not None:
             raise error

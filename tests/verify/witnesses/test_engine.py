@@ -29,7 +29,7 @@ from ckptkit.verify.witnesses.live.job import AGAIN, FIRST, RESUMED, EngineJob, 
 from ckptkit.verify.witnesses.live.run import EngineRun
 from ckptkit.verify.witnesses.live.server import NotTried, RefusedByEngine
 from ckptkit.verify.witnesses.loading.job import ONE_RANK
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 from ckptkit.verify.witnesses.reference.job import Judged, Reference, ReferenceJob
 from ckptkit.verify.witnesses.reference.process import run as run_reference
@@ -133,7 +133,7 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(releases, 
 
 def reference(path, root, prompts, ids, **asked):
     job = ReferenceJob(path, str(root / "reference.json"), prompts, ids, **asked)
-    with PhaseLog(root / "reference.json") as phases:
+    with ExitReport(root / "reference.json") as phases:
         return run_reference(job, phases)
 
 
@@ -196,7 +196,7 @@ def test_steps_of_an_engine_and_what_they_leave(server, calls, reloads, monkeypa
     """A refusal ends them; what is not tried does not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     job = EngineJob("", [[1, 2]], "", update=True, release_resume=True)
-    with PhaseLog(tmp_path / "ending") as phases:
+    with ExitReport(tmp_path / "ending") as phases:
         *_, report = process._reports(job, server, phases, "0.5.16")
     assert server.calls == calls
     assert [(one.refused, one.tried, list(one.changed)) for one in report.reloads] == reloads

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.api import quantize
 from ckptkit.quant.schemes.floats import FloatScheme
 from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
 from ckptkit.verify.witnesses.reference.distance import mean_gap
 from ckptkit.verify.witnesses.reference.job import ReferenceJob
@@ -34,7 +34,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group):
 
 def reference(path, activations, tmp_path):
     ids = [[[0]] * (len(PROMPT) - 1)]
-    return run(ReferenceJob(path, prompts=[PROMPT], top_ids=ids, activations=activations), PhaseLog(tmp_path / "p"))
+    return run(ReferenceJob(path, prompts=[PROMPT], top_ids=ids, activations=activations), ExitReport(tmp_path / "p"))
 
 
 def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(tmp_path):

@@ -17,7 +17,7 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.config import parallel_sizes_divide
 from ckptkit.verify.checks.witnesses.megatron import right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -34,13 +34,13 @@ in_megatron = pytest.mark.usefixtures("served")
 @in_megatron
 def test_tensor_and_pipeline_parallel(releases, converted):
     subject = Subject(converted("glm4_moe"), releases("glm4_moe"), options=VerifyOptions(tp=2, pp=2))
-    findings, tallies = judge(subject)
+    findings, results = judge(subject)
     assert findings == []
-    assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
-    assert "TP2 PP2 ETP2, 4 rank(s)" in tallies["CK401"].facts["megatron"][0]
+    assert results["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
+    assert "TP2 PP2 ETP2, 4 rank(s)" in results["CK401"].facts["megatron"][0]
     # Two stages, each on two ranks: 10 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared),
     # 2 dense layers x (6 attention + norm + 2), and embedding, final norm and output layer.
-    assert tallies["CK402"].tensors == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
+    assert results["CK402"].tensors_compared == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
     by_rank = {report.rank: report for report in run_megatron(subject).reports}
     elements = {rank: {seen.name: seen.elements for seen in report.tensors} for rank, report in by_rank.items()}
     # An expert's linear_fc1 is [2 x 96, 128], of which a rank holds half; a norm is whole everywhere.
@@ -52,11 +52,11 @@ def test_tensor_and_pipeline_parallel(releases, converted):
 
 @in_megatron
 def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted):
-    findings, tallies = judge(
+    findings, results = judge(
         Subject(converted("qwen2-tied"), options=VerifyOptions(pp=2, vpp=3, against=frozenset({"megatron"})))
     )
     assert findings == []
-    assert tallies["CK403"].facts["pipeline stages"] == [
+    assert results["CK403"].facts["pipeline stages"] == [
         "pp rank 0: layers 0..1 and 4..5 and 8..9",
         "pp rank 1: layers 2..3 and 6..7 and 10..11",
     ]
@@ -103,12 +103,12 @@ def test_a_rank_that_crashes_is_a_finding(converted, copy_of):
 
     models.edit_metadata(broken / "release", other_shape)
     subject = Subject(broken)
-    (finding,) = strict_load(subject, Tally())
+    (finding,) = strict_load(subject, CheckResult("", ""))
     assert (finding.code, finding.rank) == ("CK401", "rank 0")
     assert "Global shape mismatch" in finding.actual
     assert "decoder.layers.3.mlp.linear_fc2.weight" in finding.actual
     with pytest.raises(CannotCheck, match="CK401"):
-        list(right_slices(subject, Tally()))
+        list(right_slices(subject, CheckResult("", "")))
 
 
 @needs_megatron
@@ -117,9 +117,9 @@ def test_a_rank_that_hangs_is_inconclusive(converted, monkeypatch):
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
         with pytest.raises(CannotCheck, match="0.*within.*1"):
-            list(strict_load(subject, Tally()))
+            list(strict_load(subject, CheckResult("", "")))
         with pytest.raises(CannotCheck, match="within.*1"):
-            list(right_slices(subject, Tally()))
+            list(right_slices(subject, CheckResult("", "")))
 
 
 @in_megatron
@@ -155,7 +155,7 @@ def test_sizes_that_do_not_divide_start_no_process(converted, monkeypatch, name,
     monkeypatch.setattr(megatron_run, "ask_ranks", None)
     subject = Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"})))
     with pytest.raises(CkptkitError, match=message):
-        list(strict_load(subject, Tally()))
+        list(strict_load(subject, CheckResult("", "")))
 
 
 def test_rows_of_experts_must_be_divided_by_etp_alone(copy_of, releases):
@@ -163,15 +163,15 @@ def test_rows_of_experts_must_be_divided_by_etp_alone(copy_of, releases):
     odd = copy_of(releases("qwen3_moe"))
     edit_json(odd / "config.json", lambda config: config.update(moe_intermediate_size=95))
     whole, cut = (Subject(odd, options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2))
-    assert list(parallel_sizes_divide(whole, Tally())) == []
-    assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == [
+    assert list(parallel_sizes_divide(whole, CheckResult("", ""))) == []
+    assert [finding.expected for finding in parallel_sizes_divide(cut, CheckResult("", ""))] == [
         "moe_intermediate_size that divides by etp = 2"
     ]
 
 
 def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(releases, converted, monkeypatch):
     with pytest.raises(CannotCheck, match="ckptkit convert"):
-        list(strict_load(Subject(releases("qwen2-tied")), Tally()))
+        list(strict_load(Subject(releases("qwen2-tied")), CheckResult("", "")))
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
     with pytest.raises(CannotCheck, match="pip install megatron-core"):
-        list(strict_load(Subject(converted("qwen2-tied")), Tally()))
+        list(strict_load(Subject(converted("qwen2-tied")), CheckResult("", "")))

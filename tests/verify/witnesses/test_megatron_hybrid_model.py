@@ -20,7 +20,7 @@ from ckptkit.converters.planner import default_dialect, dims_of, rules_of
 from ckptkit.core.errors import UsageError
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron.run import run_megatron
 
@@ -73,13 +73,13 @@ def test_every_rank_holds_its_slice(made, name):
         with pytest.raises(CannotCheck, match="tied"):
             judge(subject)
         return
-    findings, tallies = judge(subject)
+    findings, results = judge(subject)
     assert findings == []
     ranks = [one for one in run_megatron(subject).reports if one.tp == one.ep == 0]
     held = [layer for report in ranks for chunk in report.layers for layer in chunk]
     assert sorted(held) == list(range(hybrid_dims(dims).layers))
-    assert tallies["CK402"].tensors >= len(subject.checkpoint.specs)
-    assert ", HybridModel, " in tallies["CK401"].facts["megatron"][0]
+    assert results["CK402"].tensors_compared >= len(subject.checkpoint.specs)
+    assert ", HybridModel, " in results["CK401"].facts["megatron"][0]
 
 
 # Prints each kind of layer whose norm is a module of its own.
@@ -129,9 +129,8 @@ def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made):
 
 
 def test_pipeline_options_that_megatron_refuses_are_refused(made):
-    options = MegatronOptions(account_for_loss_in_pipeline_split=True)
     with pytest.raises(UsageError, match="--account-for-loss-in-pipeline-split: Megatron-LM refuses it"):
-        judge(subject_of(made("qwen2-tied") / "hybrid", pp=2, megatron=options))
+        judge(subject_of(made("qwen2-tied") / "hybrid", pp=2, account_for_loss_in_pipeline_split=True))
 
 
 @pytest.mark.usefixtures("served")
@@ -147,7 +146,6 @@ def test_attention_of_another_layer_is_named(made, copy_of):
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", ["qwen2-tied", "deepseek_v3"])
 def test_megatron_lms_own_load_checkpoint_takes_it(made, name):
-    options = MegatronOptions(trainer_loader=True)
-    findings, tallies = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=options))
+    findings, results = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, trainer_loader=True))
     assert findings == []
-    assert "Megatron-LM's load_checkpoint" in tallies["CK401"].facts["megatron"][0]
+    assert "Megatron-LM's load_checkpoint" in results["CK401"].facts["megatron"][0]

@@ -10,9 +10,9 @@ from support.messages import text_with
 from support.nightly import daily
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
 from ckptkit.verify.witnesses.megatron import run as megatron_run
 from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
@@ -28,7 +28,7 @@ def model(converted, releases):
 
 def subject_of(model, sizes, **options):
     asked = frozenset({"megatron"})
-    return Subject(*model, options=VerifyOptions(**{"megatron": MegatronOptions(**options), "against": asked, **sizes}))
+    return Subject(*model, options=VerifyOptions(**{"against": asked, **options, **sizes}))
 
 
 # Of each layout: sizes, options, how many ranks, and the layers of each stage.
@@ -65,14 +65,14 @@ LAYOUTS = {
 def test_every_rank_of_a_layout_holds_its_slice(model, label):
     sizes, options, world, stages = LAYOUTS[label]
     subject = subject_of(model, sizes, **options)
-    findings, tallies = judge(subject)
+    findings, results = judge(subject)
     assert findings == []
-    assert tallies["CK403"].facts["pipeline stages"] == [f"pp rank {at}: {held}" for at, held in enumerate(stages)]
+    assert results["CK403"].facts["pipeline stages"] == [f"pp rank {at}: {held}" for at, held in enumerate(stages)]
     assert len(run_megatron(subject).reports) == world
-    assert f"{world} rank(s)" in tallies["CK401"].facts["megatron"][0]
+    assert f"{world} rank(s)" in results["CK401"].facts["megatron"][0]
     # 10 layers of 12 experts in two parts each, with 8 tensors of attention and norms, router, bias and shared experts;
     # 2 dense ones; 4 norms and a projection of multi-token prediction around one more layer.
-    assert tallies["CK404"].tensors > 150
+    assert results["CK404"].tensors_compared > 150
 
 
 @in_megatron
@@ -102,10 +102,10 @@ def test_four_dimensional_layout_in_waves(name, converted, releases, monkeypatch
     """TP2 PP2 EP4 VPP2: two stages of lcm(2, 4) ranks, each alone."""
     monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
     subject = subject_of((converted(name), releases(name)), {"tp": 2, "pp": 2, "ep": 4, "vpp": 2})
-    findings, tallies = judge(subject)
+    findings, results = judge(subject)
     assert findings == []
-    assert tallies["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"
-    assert tallies["CK401"].facts["megatron"][0] == text_with("8 CPU itself")
+    assert results["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"
+    assert results["CK401"].facts["megatron"][0] == text_with("8 CPU itself")
     pattern = re.compile(r"decoder\.layers\.\d+\.mlp\.experts\.experts\.(\d+)\.")
     for report in run_megatron(subject).reports:
         experts = {int(match[1]) for tensor in report.tensors if (match := pattern.match(tensor.name))}
@@ -193,7 +193,7 @@ def seen(model):
 
 def found(code, subject, *reports):
     subject._results[run_megatron,] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
-    return list(CHECKS[code](subject, Tally()))
+    return list(CHECKS[code](subject, CheckResult("", "")))
 
 
 KEY = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"  # [12, 128, 96]

@@ -10,7 +10,7 @@ from mutations.edits import edit_stored
 from support.messages import text_with
 
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 def found(subject):
     """The findings of CK402; the other checks of Megatron have none."""
-    assert [finding for check in (strict_load, all_layers) for finding in check(subject, Tally())] == []
-    return list(right_slices(subject, Tally()))
+    assert [finding for check in (strict_load, all_layers) for finding in check(subject, CheckResult("", ""))] == []
+    return list(right_slices(subject, CheckResult("", "")))
 
 
 def test_pipeline_stages_that_were_swapped(converted, releases, copy_of):

@@ -8,10 +8,10 @@ from support import models
 from support.megatron_layouts import CHECKS, judge
 from support.messages import text_with
 
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron.run import run_megatron
 from ckptkit.verify.witnesses.process import interpreter
 
@@ -28,25 +28,26 @@ def root(fresh_megatron):
 
 
 def subject_of(path, source=None, *, ranks=(), **sizes):
-    launch = MegatronOptions(ranks=ranks, trainer_loader=True)
-    return Subject(path, source, options=VerifyOptions(**sizes, megatron=launch, against=frozenset({"megatron"})))
+    return Subject(
+        path, source, options=VerifyOptions(**sizes, ranks=ranks, trainer_loader=True, against=frozenset({"megatron"}))
+    )
 
 
 def found(path):
     """What CK401 finds; the other checks cannot say anything where no rank loaded."""
-    return list(CHECKS["CK401"](subject_of(path), Tally()))
+    return list(CHECKS["CK401"](subject_of(path), CheckResult("", "")))
 
 
 @needs_loader
 @pytest.mark.usefixtures("served")
 def test_two_ranks_hold_their_slices(converted, releases):
-    findings, tallies = judge(subject_of(converted("qwen2-untied"), releases("qwen2-untied"), tp=2))
+    findings, results = judge(subject_of(converted("qwen2-untied"), releases("qwen2-untied"), tp=2))
     assert findings == []
-    (fact,) = tallies["CK401"].facts["megatron"]
+    (fact,) = results["CK401"].facts["megatron"]
     assert "TP2 PP1, 2 rank(s), Megatron-LM's load_checkpoint, gloo on the CPU" in fact
     # 12 layers of 7 tensors, embedding, output layer and last norm, on each of the ranks.
-    assert tallies["CK402"].tensors == 2 * (12 * 7 + 3)
-    assert tallies["CK404"].tensors == 12 * 7 + 3
+    assert results["CK402"].tensors_compared == 2 * (12 * 7 + 3)
+    assert results["CK404"].tensors_compared == 12 * 7 + 3
 
 
 @needs_loader

@@ -13,9 +13,11 @@ from ckptkit.verify.core.check import NEEDS, STAGE_LABELS, WITNESS_OPTIONS, all_
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.process.codec import load_record, save
-from ckptkit.verify.witnesses.process.exit_report import ExitReport, exit_report_path
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 from ckptkit.verify.witnesses.registry import ENGINES, live_engine, programs_not_used, with_implied
 from ckptkit.verify.witnesses.runner import Answer, read_answer, tail_of_log
+
+LOADING = Phase("loading")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def test_a_rank_that_ends_well_without_a_report_has_failed(tmp_path):
 
 
 def test_an_exception_is_told_without_how_the_process_ended(tmp_path):
-    save(ExitReport("loading", "ValueError: no", verdict=True), exit_report_path(tmp_path / "report-0.json"))
+    ExitReport(tmp_path / "report-0.json", LOADING, message="ValueError: no", verdict=True).save()
     (tmp_path / "log-1").write_text("almost done\n")
     answer = read(tmp_path, {0: "exit code 1", 1: "killed by SIGKILL"})
     assert {rank: one.message for rank, one in answer.failures.items()} == {
@@ -65,7 +67,7 @@ LOST = [
 @pytest.mark.parametrize("lost", LOST)
 def test_a_rank_that_only_lost_another_is_left_out(lost, tmp_path):
     for rank, message in enumerate((lost, "KeyError: 'key'")):
-        save(ExitReport("loading", message), exit_report_path(tmp_path / f"report-{rank}.json"))
+        ExitReport(tmp_path / f"report-{rank}.json", LOADING, message=message).save()
     assert [*read(tmp_path, {0: "exit code 1", 1: "exit code 1"}).failures] == [1]
     assert [*read(tmp_path, {0: "exit code 1"}).failures] == [0]
 
@@ -74,13 +76,13 @@ def test_a_rank_that_only_lost_another_is_left_out(lost, tmp_path):
     ("verdicts", "failing_rank"), [((False, False), 0), ((False, True), 1), ((True, True), 0), ((True, False), 0)]
 )
 def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts, failing_rank):
-    failures = {rank: ExitReport("loading", str(rank), verdict) for rank, verdict in enumerate(verdicts)}
+    failures = {rank: ExitReport(Path(str(rank)), LOADING, verdict=verdict) for rank, verdict in enumerate(verdicts)}
     answer = Answer[Found]({}, failures)
     assert (answer.failing_rank, answer.failure) == (failing_rank, failures[failing_rank])
 
 
 def test_a_report_that_is_required_and_missing_is_inconclusive():
-    answer = Answer[Found]({}, {0: ExitReport("loading", "KeyError: 'key'")})
+    answer = Answer[Found]({}, {0: ExitReport(Path(), LOADING, message="KeyError: 'key'")})
     said = "^nothing was computed, .*: while loading: KeyError: 'key'$"
     with pytest.raises(CannotCheck, match=said):
         answer.require("nothing was computed")

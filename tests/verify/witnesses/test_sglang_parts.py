@@ -12,7 +12,7 @@ from support.sglang_runs import answered, int4_config
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.witnesses.loading import none_dropped
-from ckptkit.verify.core.check import Tally, all_checks
+from ckptkit.verify.core.check import CheckResult, all_checks
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -135,7 +135,7 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed, fr
     subject = Subject(path, options=AGAINST)
     report = LoadReport("0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, dropped=seen)
     subject._results[run_engine_load, SGLANG] = answered(report)
-    hints = {finding.tensor: finding.hint for finding in none_dropped["sglang"](subject, Tally())}
+    hints = {finding.tensor: finding.hint for finding in none_dropped["sglang"](subject, CheckResult("", ""))}
     assert hints[by_list] == text_with("mlp_only_layers config.json 2")
     assert hints[by_step] == text_with("decoder_sparse_step config.json 3")
     assert ("pack it" in hints[attention]) is packed

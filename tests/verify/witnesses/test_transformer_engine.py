@@ -16,7 +16,7 @@ from ckptkit.converters.megatron.hybrid_model import gpt_only, needs_release
 from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.check import CheckResult
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron import run as megatron_run
@@ -43,9 +43,9 @@ def engine(monkeypatch):
 
 
 def assert_sound(subject):
-    tally = Tally()
-    assert [one for check in (strict_load, right_slices, all_layers) for one in check(subject, tally)] == []
-    return tally.facts["megatron"][0]
+    result = CheckResult("", "")
+    assert [one for check in (strict_load, right_slices, all_layers) for one in check(subject, result)] == []
+    return result.facts["megatron"][0]
 
 
 # Every family and shape of layer, but Moonlight, which this megatron-core (0.19) cannot build.
@@ -100,5 +100,5 @@ def test_keys_that_only_this_spec_asks_for(releases, converted, copy_of, name, k
     path = copy_of(converted(name))
 
     models.edit_metadata(path / "release", lambda metadata: key_lost(metadata, key))
-    (finding,) = strict_load(Subject(path, releases(name)), Tally())
+    (finding,) = strict_load(Subject(path, releases(name)), CheckResult("", ""))
     assert (finding.code, key.partition("/")[0] in f"{finding.tensor} {finding.actual}") == ("CK401", True)

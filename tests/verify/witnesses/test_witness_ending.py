@@ -7,7 +7,6 @@ from support.messages import text_with
 from ckptkit.verify.witnesses.process.exit_report import (
     ExitReport,
     Phase,
-    PhaseLog,
     describe_exit_code,
     exit_report_of,
     is_verdict,
@@ -177,25 +176,25 @@ def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised(inner, verdic
 
 
 @pytest.mark.parametrize("step", ["", "the tensor a"])
-def test_phase_log_keeps_phase_step_and_exception(step, tmp_path):
+def test_an_exit_report_keeps_phase_step_and_exception(step, tmp_path):
     path = tmp_path / "report.json"
-    assert exit_report_of(path).phase == text_with("importing")
-    with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
+    assert exit_report_of(path).phase.name == text_with("importing")
+    with pytest.raises(ValueError, match="no"), ExitReport(path) as phases:
         phases.enter(LOAD)
-        phases.step("of another phase")
+        phases.step = "of another phase"
         phases.enter(BUILD)
-        assert exit_report_of(path) == ExitReport(BUILD.name)
+        assert exit_report_of(path) == ExitReport(path, BUILD)
         if step:
-            phases.step(step)
+            phases.step = step
         raise error_of(OURS, MODEL)
     found = exit_report_of(path)
-    assert (found.phase, found.verdict) == (BUILD.name, True)
+    assert (found.phase, found.verdict) == (BUILD, True)
     assert found.message == "ValueError: no (at <string>, line 2, in f)" + (f"; {step}" if step else "")
 
 
 def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path):
     path, layer = tmp_path / "report.json", torch.nn.Linear(2, 3)
-    with pytest.raises(RuntimeError), PhaseLog(path) as phases:
+    with pytest.raises(RuntimeError), ExitReport(path) as phases:
         phases.enter(LOAD)
         layer.load_state_dict({"bias": torch.ones(4)})
     message = exit_report_of(path).message

@@ -21,7 +21,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, check, once, only_if, warning_if
 from ckptkit.verify.evidence.compare import compare
 from ckptkit.verify.evidence.folding import EXPERT
 from ckptkit.verify.evidence.plain import plain
@@ -79,7 +79,7 @@ _needs_base = only_if(_has_base, "--source is not a base model")
 
 
 @check("CK131", gate=True)
-def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def factors_in_pairs(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The files are complete, and each module has A and B. Raises UnsupportedError for pickles and other adapters."""
     try:
         files = adapter_files(subject)
@@ -95,7 +95,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         actual = f"no {' and no '.join(lost)}: PEFT uses 8 instead; {_describe_quirk('rank-or-alpha')}"
         hint, expected = "add the values of the training run", "r and lora_alpha, which define the adapter's scale"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
-    tally.compared(len(files.specs))
+    result.compared(len(files.specs))
     if not pairs:
         yield Issue("tensors lora_A and lora_B", "the adapter has neither, so it changes nothing", _AGAIN)
     for part, other in ("AB", "BA"):
@@ -116,7 +116,7 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
 
 
 @check("CK132", begin=ask_peft)
-def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def factors_fit(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The tensors that PEFT loads, misses and drops, or, without PEFT, the faults by ckptkit's rules of PEFT."""
     files, asked = adapter_files(subject), ask_peft(subject)
     answer = None if isinstance(asked, str) else asked.result()
@@ -127,14 +127,14 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(f"PEFT did not run, so the adapter was not checked: {why}")
     if isinstance(asked, str):
         _needs_base(subject)
-    tally.compared(len(files.specs))
+    result.compared(len(files.specs))
     judge = f"ckptkit by the rules of PEFT {RULES_OF}, because {why}"
     if report is not None:
         judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
         yield from _by_peft(subject, report)
     elif not _has_base(subject):
         yield from _dropped(subject)  # CK131 left these to PEFT
-    tally.facts["adapter judged by"] = [judge]
+    result.facts["adapter judged by"] = [judge]
     if not _has_base(subject):
         return
     adapter = over_base(subject)
@@ -182,7 +182,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
 
 
 @check("CK133")
-def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def factors_change_something(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """No NaN, infinity or zero factor, and PEFT's prefix; zeros in half of them or in some experts are a warning."""
     files = adapter_files(subject)
     actual = "the prefix is missing: PEFT only warns and loads nothing; SGLang and vLLM accept such names"
@@ -192,7 +192,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
-        tally.compared(nbytes=spec.nbytes)
+        result.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[name])
         if FACTOR.fullmatch(name) and not bool(tensor.any()):
@@ -215,10 +215,10 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK134", needs=("source",), applies_to=_needs_base)
-def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def base_is_named(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The directory's name, and the bytes of tensors that the adapter copies from its base."""
     adapter = over_base(subject)
-    tally.compared()
+    result.compared()
     declared = adapter.files.config.get("base_model_name_or_path")
     source = subject.source_path or Path()
     actual = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
@@ -228,19 +228,19 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected = f"the base model {declared}, as in base_model_name_or_path"
         yield Issue(expected, f"--source is {source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():
-        tally.compared(nbytes=spec.nbytes)
+        result.compared(nbytes=spec.nbytes)
         if not adapter.is_copy(name, spec):
             actual, hint = "differs from the adapter's copy of it", "pass the base of the training run as --source"
             yield Issue("the values of the base in training", actual, hint, names=[name], file=source)
 
 
 @check("CK135", needs=("source",), applies_to=_needs_base)
-def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def served_at_its_scale(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The scale of each engine against that of adapter_config.json."""
     adapter = over_base(subject)
     config = adapter.files.config
     rank, alpha = integer(config, "r", 8), number(config, "lora_alpha", 8)
-    tally.compared(1 + len(adapter.pairs))
+    result.compared(1 + len(adapter.pairs))
     if rank < 1:
         return  # CK132 reports that engines refuse it
     scales: dict[str, tuple[Quirk, float]] = {}
@@ -263,7 +263,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK136", needs=("source",), applies_to=only_if(_given_adapter, "--source is not an adapter"))
-def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def equals_the_other(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor bit for bit, and the settings of adapter_config.json that change the result."""
     adapter, source = adapter_files(subject), AdapterFiles(subject.source_path or Path())
     for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
@@ -276,7 +276,7 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, spec in adapter.specs.items():
         if name in extra:
             continue
-        tally.compared(nbytes=spec.nbytes)
+        result.compared(nbytes=spec.nbytes)
         if spec != source.specs[name]:
             yield Issue(str(source.specs[name]), str(spec), names=[name])
         elif (diff := compare(name, adapter.read([name])[name], source.read([name])[name], None)).unequal:
@@ -290,11 +290,11 @@ def _describe_quirk(part: str, **facts: object) -> str:
 
 
 @check("CK137", needs=("source",), applies_to=_needs_base)
-def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def taken_whole(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Names and ranks against the behaviour of the engines' LoRA managers."""
     adapter = over_base(subject)
     files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
-    tally.compared(len(files.specs))
+    result.compared(len(files.specs))
     rank = integer(files.config, "r", 8)
     found: dict[str, list[str]] = defaultdict(list)
     factors = {name: match for name in files.specs if (match := FACTOR.fullmatch(name))}

@@ -16,7 +16,7 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
-from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Severity, Subject, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import is_of_no_family, raw_config_of, require_config
 from ckptkit.verify.evidence.folding import chunk_ranges
 from ckptkit.verify.evidence.reading import read_values
@@ -37,11 +37,11 @@ _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
 UNKNOWN: Final = "not set"
-_has_arguments = only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments")
+_has_arguments = only_if(lambda subject: subject.kind == "megatron", "an HF directory stores no training arguments")
 
 
 @check("CK701", preflight=True, applies_to=_has_arguments)
-def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def arguments_match(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config; absent arguments have Megatron's defaults."""
     config = require_config(subject)
     try:
@@ -52,23 +52,23 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("common.pt has no training arguments, which Megatron accepts", "CK111")
     # Without --mtp-num-layers a run has no such layers; with it, config.json must agree.
     dims = dims_of(require_config(subject, raw_config_of) if args.get("mtp_num_layers") else config)
-    tally.compared(compared(dims))
+    result.compared(compared(dims))
     where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 
 
 @check("CK702", needs=("source",), preflight=True)
-def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def configs_match(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Both configs by Megatron arguments and rotary settings, then key by key.
 
     A key in only one config is equal if the default of transformers' class is the same, and a warning if the default
     is unknown. Another model is one finding, which also explains the tensors that differ.
     """
-    where, hint = "config.json" if subject.is_hf else "", ""
-    if subject.is_hf and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
+    where, hint = "config.json" if subject.kind == "hf" else "", ""
+    if subject.kind == "hf" and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
         there = Subject(subject.source_path).hf_files.config
-        differences = plain_differences(subject.hf_files.config, there, tally)
+        differences = plain_differences(subject.hf_files.config, there, result)
     else:
         here = require_config(subject, raw_config_of)
         hint = "" if subject.options.adapter is None else "write the value that the merged model needs"
@@ -77,14 +77,14 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         else:
             there = raw_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
         if is_another_model(here, there):
-            tally.compared()
+            result.compared()
             values, source = subject.peek(read_values), describe_model(there)
             affected = {*values.compared, *values.only_here, *values.only_source} if values else ()
             actual = f"another model than the source: {describe_model(here)} instead of {source}"
             hint = "check --source and the path of the checkpoint"
             yield Issue(f"the model of the source: {source}", actual, hint, file=where, also_affected=affected)
             return
-        differences = config_differences(here, there, tally)
+        differences = config_differences(here, there, result)
     for one in differences:
         expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
         yield Issue(expected, actual, hint, file=where, severity=one.severity)
@@ -100,14 +100,16 @@ class ConfigDifference:
     severity: Severity = "error"
 
 
-def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
+def config_differences(
+    here: Mapping[str, Any], there: Mapping[str, Any], result: CheckResult
+) -> Iterator[ConfigDifference]:
     """The settings that differ, one for each key. Raises CkptkitError for an unsupported model."""
     keys = keys_behind(here, there)
     # One finding a key, which may define several arguments.
-    named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
+    named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), result)}
     for name, expected, actual in named.values():
         yield ConfigDifference(name, actual, expected)
-    for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
+    for name, expected, actual in _differing(_scaling(here), _scaling(there), result):
         yield ConfigDifference(f"rotary {name}", actual, expected)
 
     def is_reported(path: Path, value: Any) -> bool:
@@ -115,14 +117,16 @@ def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally:
         args = _args_or_none(with_value(here, path, value))
         return args is None or args != _args(here)
 
-    yield from _key_differences(here, there, tally, is_reported)
+    yield from _key_differences(here, there, result, is_reported)
 
 
-def plain_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
+def plain_differences(
+    here: Mapping[str, Any], there: Mapping[str, Any], result: CheckResult
+) -> Iterator[ConfigDifference]:
     """The settings that differ between two configs of any model, key by key."""
-    for name, expected, actual in _differing(_rotary_keys(here), _rotary_keys(there), tally):
+    for name, expected, actual in _differing(_rotary_keys(here), _rotary_keys(there), result):
         yield ConfigDifference(name, actual, expected)
-    yield from _key_differences(here, there, tally, lambda path, value: False)
+    yield from _key_differences(here, there, result, lambda path, value: False)
 
 
 def _rotary_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,11 +138,11 @@ def _rotary_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _key_differences(
-    here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally, is_reported: Callable[[Path, Any], bool]
+    here: Mapping[str, Any], there: Mapping[str, Any], result: CheckResult, is_reported: Callable[[Path, Any], bool]
 ) -> Iterator[ConfigDifference]:
     """The keys that differ and are not reported, without rotary settings and keys for storage."""
     own, others = _model_keys(here), _model_keys(there)
-    for path, expected, actual in _differing(own, others, tally):
+    for path, expected, actual in _differing(own, others, result):
         if is_reported(path, expected):
             continue
         name, default = ".".join(path), None
@@ -166,10 +170,12 @@ def describe_model(config: Mapping[str, Any]) -> str:
     return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"
 
 
-def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
+def _differing(
+    here: Mapping[_Key, Any], there: Mapping[_Key, Any], result: CheckResult
+) -> Iterator[tuple[_Key, Any, Any]]:
     """Name, value there and value here of every key that differs; an absent value is None."""
     for name in sorted(here.keys() | there.keys()):
-        tally.compared()
+        result.compared()
         if here.get(name) != there.get(name):
             yield name, there.get(name), here.get(name)
 
@@ -205,11 +211,11 @@ def is_parallel(subject: Subject) -> bool:
 
 
 @check("CK703", preflight=True, applies_to=only_if(is_parallel, "no --tp, --pp, --ep or --etp is above 1"))
-def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def parallel_sizes_divide(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Megatron's limits for tp, etp and ep, where a default etp gives warnings; layers against pp and its options."""
     dims = dims_of(require_config(subject))
-    tally.compared()
-    yield from _stages(dims, subject, tally)
+    result.compared()
+    yield from _stages(dims, subject, result)
     etp = subject.tp if subject.options.etp is None else subject.options.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
         severity = warning_if(one.option == "etp" and subject.options.etp is None)
@@ -218,7 +224,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, one.actual, one.hint, file=first_file(given) or "", severity=severity)
 
 
-def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def _stages(dims: ModelDims, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Whether the layers fit the pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp = subject.arguments, subject.options.pp
     given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
@@ -231,7 +237,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
-    stored = subject.megatron_files if options is None and subject.is_megatron else None
+    stored = subject.megatron_files if options is None and subject.kind == "megatron" else None
     if pattern is not None or (stored and stored.readable and stored.hybrid):
         layers, size = 2 * layers, "layers of HybridModel (two for each of num_hidden_layers)"
     try:
@@ -249,7 +255,9 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, f"{size} = {layers}", hint, file=where, severity=severity)
         return
     if options and options.has_uneven_pipeline:
-        tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]
+        result.facts[STAGES] = [
+            f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)
+        ]
 
 
 def class_default(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> Any:

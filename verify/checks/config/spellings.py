@@ -14,7 +14,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.engines.transformers_class import TIED, TIES, TieFlag
 from ckptkit.verify.checks.config.tokenizer import side_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import raw_config_of
 
 # Endings of the output layer's name in HF and in Megatron.
@@ -51,12 +52,12 @@ _needs_two_spellings = only_if(_spelled_twice, "config.json has its rotary setti
 
 
 @check("CK704", preflight=True, applies_to=_needs_two_spellings)
-def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def rope_spellings_agree(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
     where = side_of(subject).root / "config.json"
     for prefix, part in _spelled_twice(subject).items():
         for (old, before), (new, after) in _rope_pairs(part):
-            tally.compared()
+            result.compared()
             if before != after:
                 yield Issue(f"{prefix}{new} = {before}, as in {prefix}{old}", f"{prefix}{new} = {after}", file=where)
 
@@ -111,7 +112,7 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
 
 
 @check("CK705", preflight=True, applies_to=_has_two_places)
-def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def text_config_agrees(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches in both places; the tie flag also in one place.
 
     transformers v5 writes its default tie flag, true, into the text_config of models that it reads as not tied. That
@@ -121,16 +122,16 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     text = _mapping(config.get("text_config"))
     where, tie = side_of(subject).root / "config.json", _tie_flag(config)
     if tie is not None and (TIED in config or TIED in text):
-        tally.compared()
+        result.compared()
         try:
-            for issue in _tie_issues(tie, config, text, subject, tally):
+            for issue in _tie_issues(tie, config, text, subject, result):
                 yield replace(issue, file=where)
         except CkptkitError as error:
             problem = error.message.removeprefix("config.json: ")
             yield Issue(f"{TIED} = true or false", problem, error.hint or "", file=where)
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
-            tally.compared()
+            result.compared()
             is_default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not is_default:
                 expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
@@ -145,7 +146,7 @@ def _has_head(subject: Subject) -> bool:
 
 
 def _tie_issues(
-    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], subject: Subject, tally: Tally
+    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], subject: Subject, result: CheckResult
 ) -> Iterator[Issue]:
     """Readers that disagree, and a flag that no reader reads."""
     read = tie.read(config, text)
@@ -165,7 +166,7 @@ def _tie_issues(
         severity = warning_if(len(flags) < 2 and _has_head(subject))
         yield Issue(expected, f"{listed}, but these readers use {value}", hint, severity=severity)
     elif tie.older and flag(text, TIED, tie.absent) is not value:
-        tally.note(f"{', '.join(tie.older)} reads text_config.{TIED} as {not value}, other readers read {value}")
+        result.note(f"{', '.join(tie.older)} reads text_config.{TIED} as {not value}, other readers read {value}")
 
 
 def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -179,7 +180,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
 
 def _sglang_reads_more(subject: Subject) -> None:
-    if subject.is_megatron and "sglang" not in subject.against:
+    if subject.kind == "megatron" and "sglang" not in subject.against:
         raise NotApplicable("SGLang reads config.json of HF directories only")
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
@@ -192,10 +193,10 @@ def _sglang_reads_more(subject: Subject) -> None:
 
 
 @check("CK731", preflight=True, applies_to=_sglang_reads_more)
-def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def keys_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each key of the family's table; null counts as missing."""
     needed, lacking = keys_of(raw_config_of(subject))
-    tally.compared(len(needed))
+    result.compared(len(needed))
     if lacking:
         them, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
         hint = f"add {them}, or take config.json from the release: transformers 5 omits {them} when it saves"

@@ -13,7 +13,8 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import is_of_no_family, require_config
 from ckptkit.verify.evidence.side.compare import side_differences
 from ckptkit.verify.evidence.side.texts import TextJob, ask_library
@@ -28,7 +29,7 @@ _OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "G
 
 def side_of(subject: Subject) -> SideFiles:
     """The files next to the weights; for Megatron, those of its HF directory."""
-    if subject.is_hf:
+    if subject.kind == "hf":
         return SideFiles(subject.path)
     with suppress(CkptkitError):
         return SideFiles(subject.hf_path) if subject.hf_path else SideFiles.of(subject.location)
@@ -44,7 +45,7 @@ def source_side(subject: Subject) -> SideFiles:
 
 def _unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
     """The issue for a file that cannot be read. Raises CannotCheck for a broken link, which CK102 reports."""
-    links = subject.hf_files.dangling if subject.is_hf and side.root == subject.path else ()
+    links = subject.hf_files.dangling if subject.kind == "hf" and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
         raise CannotCheck("not run because a link has no target", "CK102")
     return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
@@ -57,10 +58,10 @@ def _has_vocabulary(subject: Subject) -> None:
 
 
 @check("CK706", preflight=True, applies_to=_has_vocabulary)
-def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def ids_have_rows(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The largest id of every tokenizer file is below `vocab_size` (CK105 checks the embedding); one id per token."""
     side = side_of(subject)
-    if subject.is_hf and is_of_no_family(subject):
+    if subject.kind == "hf" and is_of_no_family(subject):
         rows = language_part(subject.hf_files.config).get("vocab_size")
         if not isinstance(rows, int):
             raise NotApplicable("config.json has no vocab_size")
@@ -72,10 +73,10 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _unreadable(subject, side, "a tokenizer that can be read", error)
         return
     if not vocabularies:
-        tally.compared()
+        result.compared()
         yield Issue("tokenizer files with a vocabulary", "the tokenizer files contain no token", file=side.root)
     for file, ids in vocabularies.items():
-        tally.compared()
+        result.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             actual = f"{token!r} has id {largest}; {sum(number >= rows for number in ids.values())} ids have no row"
@@ -96,14 +97,14 @@ def _source_has_files(subject: Subject) -> None:
 
 
 @check("CK708", needs=("source",), preflight=True, applies_to=_source_has_files)
-def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def side_files_carried(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every file that loaders read, except config.json (CK702) and the files of a quantizer.
 
     Tokenizers are compared by tokens and, if a file differs, by encoding texts with tokenizers and transformers; chat
     templates by rendering them; generation_config.json by its effect; code by its bytes.
     """
     side, source = side_of(subject), source_side(subject)
-    tally.compared()
+    result.compared()
     try:
         for one in side_differences(side, source, "in the source"):
             copied = one.source or (one.file if (source.root / one.file).exists() else None)
@@ -115,10 +116,12 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _unreadable(subject, side, "files that can be read", error)
 
 
-@check("CK720", applies_to=only_if(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
-def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+@check(
+    "CK720", applies_to=only_if(lambda subject: subject.kind == "hf", "Megatron loads no tokenizer from its checkpoint")
+)
+def tokenizer_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """A tokenizer file; a missing one is an error if the source has it, else a warning."""
-    tally.compared()
+    result.compared()
     if not side_of(subject).has_tokenizer:
         source = source_side(subject) if subject.source_path else None
         hint = f"copy the tokenizer files from {source.root}" if source and source.has_tokenizer else ""
@@ -129,7 +132,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _class_may_differ(subject: Subject) -> None:
     """Selects tokenizers that transformers' class may read differently, since the comparison takes seconds."""
     side = side_of(subject)
-    if not subject.is_hf or not lexists(side.root / TOKENIZER):
+    if subject.kind != "hf" or not lexists(side.root / TOKENIZER):
         raise NotApplicable(f"no {TOKENIZER} is next to the weights")
     with suppress(CkptkitError):
         name = str(side.tokenizer_config.get("tokenizer_class") or "")
@@ -146,13 +149,13 @@ def _class_may_differ(subject: Subject) -> None:
 
 
 @check("CK732", applies_to=_class_may_differ)
-def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def class_takes_tokenizer(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The ids of texts by AutoTokenizer are those by tokenizers; a warning if the source has the same files."""
     side = side_of(subject)
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
     if answer is None or answer.refused:  # also because of config.json, which CK541 judges
         raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
-    tally.compared(answer.texts)
+    result.compared(answer.texts)
     if declared := side.tokenizer_config.get("tokenizer_class"):
         name = f"tokenizer_class {declared!r}"
     else:
@@ -174,7 +177,7 @@ def _has_two_files(subject: Subject) -> None:
 
 
 @check("CK707", preflight=True, applies_to=_has_two_files)
-def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def special_tokens_agree(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens are in the vocabulary, and the same in all files.
 
     generation_config.json often has several ends, so two files need only one in common. The source's ends that the
@@ -192,7 +195,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for kind, by_file in declared.items():
         sound = dict(by_file)
         for file, numbers in by_file.items():
-            tally.compared()
+            result.compared()
             unused = {-1} if kind == "pad" else set()
             if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
@@ -204,7 +207,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     raw = ((f"{kind}_token_id", *pair) for kind in _KINDS for pair in _raw_ids(side, kind))
     for key, file, value in ((key, file, value) for key, file, values in raw for value in values):
         if type(value) is not int:
-            tally.compared()
+            result.compared()
             yield Issue(f"a whole number as {key}", f"{key} {shortened(value)}", hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
     for kind, text in unknown.items():
@@ -212,7 +215,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with suppress(CkptkitError):  # CK708 reports a source that cannot be read
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(declared.values()):
-        tally.compared()  # three files were read, and none of them has a special token
+        result.compared()  # three files were read, and none of them has a special token
 
 
 def _lost_ends(side: SideFiles, source: SideFiles) -> Iterator[Issue]:

@@ -15,7 +15,7 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, once, only_if
+from ckptkit.verify.core.check import CheckResult, Issue, NotApplicable, Subject, check, once, only_if
 from ckptkit.verify.evidence.both_sides import threads
 from ckptkit.verify.evidence.folding import by_key
 
@@ -30,20 +30,20 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
 
 
 @check("CK122", gate=True)
-def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def versions_in_order(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The numbers, bases and encodings of directories and indexes."""
     chain = chain_of(subject)
-    tally.compared(len(chain.versions))
+    result.compared(len(chain.versions))
     if chain.full:
-        tally.note(f"{chain.full.name} is a full checkpoint, so older versions and the base were not checked")
+        result.note(f"{chain.full.name} is a full checkpoint, so older versions and the base were not checked")
     yield from _issues(order_faults(chain))
 
 
 @check("CK123", gate=True)
-def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def deltas_whole(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Files against headers and index, tensors against the base's, if there is one."""
     chain, base = chain_of(subject), base_in(subject)
-    tally.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
+    result.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
@@ -57,11 +57,11 @@ def base_in(subject: Subject) -> HfCheckpoint | None:
 _needs_base = only_if(base_in, "--source was not given, and no version is a full checkpoint")
 
 
-def _replay_issues(subject: Subject, tally: Tally, kind: Literal["broken", "spoiled"]) -> Iterator[Issue]:
+def _replay_issues(subject: Subject, result: CheckResult, kind: Literal["broken", "spoiled"]) -> Iterator[Issue]:
     replay = replay_of(subject)
     if not replay.applied:
         raise NotApplicable("no version changes any tensor")
-    tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
+    result.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
     for alike in by_key(((one.file, one.expected, one.hint), one) for one in getattr(replay, kind)).values():
         more = f"; {len(alike) - 1} more tensors have the same fault" if alike[1:] else ""
         names = [name for one in alike for name in one.names or ()]
@@ -69,15 +69,15 @@ def _replay_issues(subject: Subject, tally: Tally, kind: Literal["broken", "spoi
 
 
 @check("CK221", applies_to=_needs_base)
-def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def replay_is_exact(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each change can be decoded, is inside its tensor, changes something, and gives the stored checksum."""
-    yield from _replay_issues(subject, tally, "broken")
+    yield from _replay_issues(subject, result, "broken")
 
 
 @check("CK222", applies_to=_needs_base)
-def deltas_finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def deltas_finite(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """No change makes a finite number infinite or NaN."""
-    yield from _replay_issues(subject, tally, "spoiled")
+    yield from _replay_issues(subject, result, "spoiled")
 
 
 _PIECE = 1 << 18  # elements in a piece, which fits a core's cache

@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from ckptkit.quant.engines.drafts import has_class, has_random_head, missing_biases, registries
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, NotApplicable, Subject, check, once, warning_if
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.plain import plain
 from ckptkit.verify.quirks import quirk
@@ -43,7 +43,7 @@ def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
 
 
 @check("CK141", gate=True)
-def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tensors_of_its_class(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Files are complete, names and shapes fit config.json. Raises UnsupportedError for unsupported draft models."""
     try:
         draft, specs = draft_model(subject), draft_specs(subject)
@@ -53,7 +53,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a draft model with readable files", error.message, error.hint or "")
         return
-    tally.compared(len(specs))
+    result.compared(len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
     yield Issue("stored, because the model's class requires it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
@@ -73,18 +73,18 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
     for engine, registry in registries().items():
         if not has_class(engine, draft):
-            tally.note(f"{registry.release} has no class {draft.name}")
+            result.note(f"{registry.release} has no class {draft.name}")
 
 
 @check("CK142")
-def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tables_agree(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """d2t + i are different tokens of the target, and t2d is true for these only."""
     draft, specs = draft_model(subject), draft_specs(subject)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
         raise NotApplicable("the draft model has no token tables, because its tokens are those of the target")
     read = draft_files(subject).read([*stored.values()])
-    tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
+    result.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
     yield from _table_faults(draft, tables, stored)
     if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
@@ -126,13 +126,13 @@ def _count_wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
 
 
 @check("CK143")
-def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def weights_are_numbers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """No NaN, no infinity, and no tensor of zeros, except biases."""
     for own, spec in draft_specs(subject).items():
         if own in (TOKENS, USED):
             continue
         tensor = draft_files(subject).read([spec.name])[spec.name]
-        tally.compared(nbytes=spec.nbytes)
+        result.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
         if not own.endswith(".bias") and not bool(tensor.any()):
@@ -140,14 +140,14 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK144", needs=("source",))
-def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def fits_its_target(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Width, vocabulary and layers in config.json; the copy of the embedding, value by value."""
     draft, source = draft_model(subject), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
         raise CannotCheck(f"--source {source} is a draft model: pass its target, or use `ckptkit diff`")
     target = target_of(config)
-    tally.compared(3)
+    result.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
         yield Issue(f"{key} = {target.hidden}, as in the target", f"{key} = {draft.target_hidden}", file=_CONFIG)
@@ -172,7 +172,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     names = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == spec.shape]
     if len(names) != 1:
         return
-    tally.compared(nbytes=spec.nbytes)
+    result.compared(nbytes=spec.nbytes)
     copy, original = draft_files(subject).read([spec.name])[spec.name], base.read(names)[names[0]]
     if not same_bytes(copy.to(original.dtype), original):
         hint = "remove this copy from the draft model: SGLang uses the target's embedding, vLLM this one"

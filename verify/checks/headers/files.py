@@ -22,7 +22,8 @@ from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from ckptkit.storage.links import fetch_again, format_links
 from ckptkit.verify.checks.quantization.quantization_config import undeclared_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import (
     Expected,
     config_of,
@@ -56,12 +57,12 @@ _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
 _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
 _INDICES = ("int64", "int32")
 
-only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
+only_hf = only_if(lambda subject: subject.kind == "hf", "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
     """Every tensor in headers or `.metadata`, or else, if `listed`, in the index. Raises CannotCheck without any."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         require_metadata(subject)
         if not subject.specs:
             raise CannotCheck("not run because there are no weights", "CK111")
@@ -86,15 +87,15 @@ def require_metadata(subject: Subject) -> None:
 
 
 @check("CK101", gate=True)
-def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def config_usable(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The config is JSON, of a supported family, and its sizes fit together. An unknown model is not judged."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
         raise CannotCheck("not run because config.json is a link without a target", "CK102")
     try:
         config_of(subject)
-        tally.compared()
+        result.compared()
     except CkptkitError as error:
         # An unknown model may be right, and so may its launch.
         is_unknown = isinstance(error, UnknownModelError) and subject.arguments is None
@@ -106,7 +107,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK102", gate=True, applies_to=only_hf)
-def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def shards_whole(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every file of the index exists, its header fits its size and offsets, and links have targets."""
     files = subject.hf_files
     if links := files.dangling:  # a warning if loaders read none of them
@@ -119,7 +120,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _for_files(gone, "the file that the index names", "missing", "copy or download the file")
     by_fault: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
-        tally.compared(len(shard.specs) or 1)
+        result.compared(len(shard.specs) or 1)
         for fault in shard.faults:
             if fault.name is None:
                 by_fault[fault.expected, fault.actual].append(file)
@@ -150,12 +151,12 @@ def _for_files(files: Sequence[str], expected: str, actual: str, hint: str = "")
 
 
 @check("CK103", gate=True, applies_to=only_hf)
-def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def index_sound(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file in this directory."""
     if INDEX in subject.hf_files.dangling:
         raise CannotCheck("not run because the index is a link without a target", "CK102")
     refuse_other_format(subject.path)
-    tally.compared()
+    result.compared()
     hint = ""
     if not (files := subject.hf_files).loader_files and files.index is None:
         # verl keeps config and tokenizer in huggingface/, next to the weights.
@@ -166,7 +167,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK105", gate=True)
-def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_shapes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may have more rows, as padding."""
     specs = names_of(subject)
     expected = require_expected(subject)
@@ -176,7 +177,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:
         raise CannotCheck("not run because no tensor has a name that the model of config.json expects", "CK104")
-    tally.compared(known)
+    result.compared(known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
@@ -189,7 +190,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def file_of_tensor(subject: Subject, name: str) -> str:
     """The file or directory that holds a tensor."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         return str(subject.megatron_files.weights)
     return str(next(shard.path for shard in subject.hf_files.shards.values() if name in shard.specs))
 
@@ -201,14 +202,14 @@ def _needs_index(subject: Subject) -> None:
 
 
 @check("CK106", applies_to=_needs_index)
-def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def total_size_true(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if not files.index:
         raise CannotCheck("the index is missing or cannot be used", "CK103")
     if files.unknown:
         raise CannotCheck("not run because some shards cannot be read", "CK102")
-    tally.compared(len(files.specs))
+    result.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise CannotCheck("not run because index and shards name different tensors", "CK104")
     total = sum(one.nbytes for one in (files.specs if files.duplicates else files.shards).values())
@@ -220,12 +221,12 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK108", applies_to=only_hf)
-def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def shards_numbered(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The shards have the numbers 1 to N, or from 0, each once and with one N; and no shard was only renamed."""
     files = subject.hf_files
     if not files.loader_files:
         raise CannotCheck("the checkpoint has no shards", "CK103")
-    tally.compared(len(files.loader_files))
+    result.compared(len(files.loader_files))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.loader_files)):
         series[match[1]][int(match[3])].append(int(match[2]))
@@ -263,19 +264,19 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
 
 
 @check("CK110")
-def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """There are no adapter files next to the weights, and no adapter names among the tensors."""
     names = names_of(subject)
-    tally.compared(len(_ADAPTER_FILES) + len(names))
-    root = subject.path if subject.is_hf else subject.megatron_files.weights
+    result.compared(len(_ADAPTER_FILES) + len(names))
+    root = subject.path if subject.kind == "hf" else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             yield Issue("merged weights without adapter files", f"{file} is next to the weights", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         adapter = f"{_BELOW}/ contains an adapter, and verl's model merger does not merge it into the weights"
         command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
-        tally.note(f"{adapter}: check them with {command}")
-    every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
+        result.note(f"{adapter}: check them with {command}")
+    every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.kind == "hf" else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
     text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
@@ -284,17 +285,17 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK107", explained_by=("CK203",))
-def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_dtypes(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each kind of tensor has one dtype, as in config.json; fp32 in a smaller dtype is a warning (see CK203)."""
     specs = names_of(subject)
-    if subject.is_hf:
+    if subject.kind == "hf":
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
     config, expected = config_or_none(subject) or {}, expected_of(subject) or Expected({})
     may_have_codes = is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
     codes = parts_in_floats(subject)
     for names in subject.kinds:
-        tally.compared()
+        result.compared()
         usual, count = Counter(specs[name].dtype for name in names).most_common(1)[0]
         # CK302 and CK306 judge layers that FP8 and the like leave out.
         plain = [name for name in names if name not in codes] if count < len(names) else []
@@ -328,7 +329,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _config_dtype(subject: Subject, stored: str, config: Mapping[str, Any]) -> Iterator[Issue]:
     """The dtype in which an engine or Megatron allocates the model, against that of most weights."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         with suppress(CkptkitError):  # CK111 reports that the arguments cannot be read
             dtype = subject.megatron_files.args.get("params_dtype")
             if isinstance(dtype, Dtype) and dtype.name != stored:  # by --bf16 or --fp16

@@ -24,7 +24,7 @@ from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
 from ckptkit.verify.checks.headers.files import names_of, only_hf
 from ckptkit.verify.checks.headers.renamed import renamed_of
 from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, NotApplicable, Subject, check, warning_if
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
@@ -62,27 +62,27 @@ _KIND_KEYS = (
 
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))
-def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_names(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Index, headers and config (Megatron: `.metadata` and config) name the same tensors, without duplicates."""
     specs = names_of(subject, listed=True)
     config = config_or_none(subject)
     expected = expected_of(subject)
-    tally.compared(len(specs) or len(subject.hf_files.unknown))
-    if subject.is_hf:
+    result.compared(len(specs) or len(subject.hf_files.unknown))
+    if subject.kind == "hf":
         yield from leftovers(subject.hf_files)
     yield from renamed_layers(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
-        tally.note(text)
-    if subject.is_hf and (tied := tied_head_of(subject)) and tied[0] in specs:
-        tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares it with {tied[1]}")
-    tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
+        result.note(text)
+    if subject.kind == "hf" and (tied := tied_head_of(subject)) and tied[0] in specs:
+        result.note(f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares it with {tied[1]}")
+    result.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from _uneven(specs)
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
-    files = subject.hf_files if subject.is_hf else None
+    files = subject.hf_files if subject.kind == "hf" else None
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
@@ -137,7 +137,7 @@ def _verdict(
         return "only tensors of the model of config.json", actual, why.why_unexpected(name) if why and stored else hint
     if not stored:
         lost = indexed and listed
-        actual = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
+        actual = ("in no shard" if subject.kind == "hf" else "not in .metadata") + ", though the index lists it" * lost
         hint = why.why_missing(name) if why and not lost else _AGAIN
         return "stored, because the model of config.json has it" if promised else "stored", actual, hint
     hint = "restore the index: a loader that follows it leaves this tensor random"
@@ -288,11 +288,11 @@ def _has_tower(subject: Subject) -> None:
 
 
 @check("CK730", applies_to=_has_tower)
-def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def towers_stored(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
     config = raw_config_of(subject)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
-    tally.compared(len(names))
+    result.compared(len(names))
     if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):
         raise CannotCheck(f"not run because names of the tower begin with {spelling.towers[0]}", "CK104")
     expected = f"stored, because SGLang, vLLM and transformers build it for {family_of(config).class_of(config)}"

@@ -21,7 +21,8 @@ from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.verify.checks.headers.files import names_of, require_metadata
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.folding import LAYER, MTP_LAYER, by_key, group_by_pattern
 
 TRAINING_STATE = "training state"
@@ -48,11 +49,11 @@ _LAYOUTS = {
     "experts joined, gate and up joined": r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+",
 }
 
-only_megatron = only_if(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
+only_megatron = only_if(lambda subject: subject.kind == "megatron", "an HF directory has no torch_dist files")
 
 
 @check("CK111", gate=True, applies_to=only_megatron)
-def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def directory_complete(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Tracker, `.metadata`, `metadata.json` and common state are readable; pickles have no foreign names."""
     files = subject.megatron_files
     try:
@@ -60,7 +61,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a tracker that names an existing directory", error.message, error.hint or "", file=TRACKER)
         return
-    tally.compared()
+    result.compared()
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
         hint = "export to HF and convert the result: Megatron loads this format only at equal sizes, verify not at all"
@@ -90,7 +91,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("the weights of a model", f"no weights{only}", hint, file=weights / ".metadata")
     common = files.opened.common
     if state := describe_state(training_state(files.metadata, common)):
-        tally.facts[TRAINING_STATE] = [state]
+        result.facts[TRAINING_STATE] = [state]
     match, iteration = re.fullmatch(r"iter_(\d+)", weights.name), common.get("iteration")
     if match and type(iteration) is int and iteration != int(match[1]):
         hint = "restore the directory's name: Megatron finds it by that number, but resumes at the stored one"
@@ -113,7 +114,7 @@ def _backend_issues(file: Path) -> Iterator[Issue]:
 
 
 @check("CK112", gate=True, applies_to=only_megatron)
-def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def entries_inside(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every entry is inside an existing file; entries share bytes only as aliases."""
     require_metadata(subject)
     files = subject.megatron_files
@@ -121,7 +122,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because .metadata lists no entries", "CK111")
     gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
-        tally.compared(len(stored))
+        result.compared(len(stored))
         if path.exists():
             yield from _outside(path, stored)
         else:
@@ -163,12 +164,12 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
 
 
 @check("CK113", gate=True, applies_to=only_megatron)
-def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def chunks_tile(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The chunks of every tensor in `.metadata` have no hole and no overlap, and are inside it."""
     names_of(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
-        tally.compared()
+        result.compared()
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
     where = subject.megatron_files.weights / ".metadata"
@@ -202,14 +203,14 @@ def _common(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 @check("CK114", applies_to=only_megatron)
-def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def arguments_fit_keys(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Layers, MTP layers, experts, output layer and vocabulary rows against `args`."""
     _weights(subject)
     _, args = _common(subject)
     if not args:
         raise CannotCheck("common.pt has no training arguments, which Megatron accepts", "CK111")
     specs = subject.megatron_files.opened.specs
-    tally.compared(len(specs))
+    result.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"
     for argument, expected, actual, tensors in _against_args(args, specs):
         yield Issue(f"{expected}, by {argument}", actual, names=tensors or None, as_one=True, file=where)
@@ -252,14 +253,14 @@ def _numbers(
 
 
 @check("CK115", applies_to=only_torch_dist)
-def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def layout_matches_metadata(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """All keys have one layout, that of `content_metadata`: layers stacked or not, and experts, gate and up too.
 
     Source: megatron-core `transformer_block.py` (`sharded_state_dict`), `mlp.py`, `moe/experts.py`.
     """
     keys = _weights(subject)
     common, args = _common(subject)
-    tally.compared(len(keys))
+    result.compared(len(keys))
     by_layout = {name: [key for key in keys if re.fullmatch(pattern, key)] for name, pattern in _LAYOUTS.items()}
     content = common.get("content_metadata")
     # Heterogeneous blocks, or a frequency that is a list or above 1, give each layer a key.
@@ -290,7 +291,7 @@ def _layout_faults(
 
 
 @check("CK116", applies_to=only_torch_dist)
-def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def extra_states_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every linear layer has an `_extra_state` with all its shards (layers, experts), if Megatron gives it one."""
     modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
     shards: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -298,7 +299,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         shards[match[1]][match[3]].add(match[2])
     if not modules:
         raise NotApplicable("the checkpoint has no linear layer with an _extra_state")
-    tally.compared(len(modules))
+    result.compared(len(modules))
     where = subject.megatron_files.weights / ".metadata"
     lost = [f"{module}._extra_state" for module in modules if module not in shards]
     yield Issue("an _extra_state object for each linear layer", "missing", names=lost, file=where)
@@ -310,14 +311,14 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK117", applies_to=only_megatron)
-def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def entries_long_enough(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; the end of each file."""
     _weights(subject)
     files = subject.megatron_files
     hint, where = "take .metadata and the .distcp files from one save", files.weights / ".metadata"
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
-            tally.compared()
+            result.compared()
             needed = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < needed:
                 expected = f"at least {needed} bytes for {list(chunk.sizes)} {stored.dtype}"

@@ -18,7 +18,7 @@ from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
 from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.quantization_config import misread_floats
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, warning_if
 from ckptkit.verify.evidence.expected import config_or_none
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
@@ -41,12 +41,12 @@ def format_name(stored: StoredWeight) -> str:
     return stored.layout.words.partition(" ")[0]
 
 
-def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
+def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], result: CheckResult) -> Iterator[Issue]:
     """Weights of `forbidden` modules, by name with a description, that are stored in floats of 8 or 4 bits."""
     floats, weights = stored_floats_of(subject)
     hint = "take the weight in BF16 from the release: no engine has a quantized one"
     for stored in weights:
-        tally.compared()
+        result.compared()
         module = stored.name.removesuffix(".weight")
         is_declared = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
         if module in forbidden and not is_declared:
@@ -54,7 +54,7 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
             yield Issue(f"{forbidden[module]} unquantized", f"stored in {format_name(stored)}", hint, names=names)
 
 
-def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def float_parts(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every weight has all parts, with their shapes and dtypes, and no further ones. CK104 checks the index."""
     floats, weights = stored_floats_of(subject)
     assert floats is not None  # there are such weights
@@ -62,7 +62,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     listed = {*names_of(subject, listed=True), *(files.index or {})}
     used: set[str] = set()
     for stored in weights:
-        tally.compared()
+        result.compared()
         used |= {*stored.needed, *stored.inputs}
         yield from _wrong_parts(stored, subject, listed)
         # Another format than config.json declares for this module, if it declares several.
@@ -139,12 +139,12 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 
-def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def float_scales(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Scales are finite, positive unless the weights are zero, and in the format of `scale_fmt`."""
     content = quantization_of(subject.hf_files.config)
     is_ue8m0 = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
     for one in float_scales_of(subject):
-        tally.compared(nbytes=one.nbytes)
+        result.compared(nbytes=one.nbytes)
         yield from _wrong_scales(one, is_ue8m0)
     yield from _odd_inputs(subject)
     yield from _repeated_scales(subject)
@@ -204,7 +204,7 @@ def _repeated_scales(subject: Subject) -> Iterator[Issue]:
             yield Issue("different scales for different weights", actual, names=names, as_one=True)
 
 
-def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
+def float_pairs(subject: Subject, fused_of: Mapping[str, str], result: CheckResult) -> Iterator[Issue]:
     """The parts of a layer that engines fuse (`fused_of`: by projection) have one format, and one tensor's scale."""
     _, weights = stored_floats_of(subject)
     plain = [name.removesuffix(".weight") for name in subject.hf_files.specs if name.endswith(".weight")]
@@ -213,19 +213,21 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
     parts = ((module, *module.rpartition(".")[::2]) for module in formats)
     layers = by_key(((parent, fused_of[leaf]), module) for module, parent, leaf in parts if leaf in fused_of)
     # A fused layer that is stored as one tensor cannot differ.
-    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in formats))
+    result.compared(sum(module.rpartition(".")[2] in FUSED for module in formats))
     for modules in layers.values():
         found = {formats[module] for module in modules}
-        tally.compared(len(modules))
+        result.compared(len(modules))
         usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
         expected = f"{usual or 'unquantized'}, like the other projections of the fused layer"
         for module in modules:
             if formats[module] != usual:
                 yield Issue(expected, formats[module] or "unquantized", names=[f"{module}.weight"])
-    yield from _unequal_scales(subject, layers, tally)
+    yield from _unequal_scales(subject, layers, result)
 
 
-def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tally: Tally) -> Iterator[Issue]:
+def _unequal_scales(
+    subject: Subject, layers: Mapping[tuple[str, str], list[str]], result: CheckResult
+) -> Iterator[Issue]:
     """Scales of tensors that a kernel multiplies by one scale, but that differ."""
     if not any(stored.second for stored in stored_floats_of(subject)[1]):
         return
@@ -233,7 +235,7 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
     worst, wrong = 1.0, list[str]()
     for modules in layers.values():
         found = {module: one.second for module in modules if (one := scales.get(module)) and one.second}
-        tally.compared(len(found))
+        result.compared(len(found))
         if len(set(found.values())) > 1:
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
@@ -243,7 +245,7 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
     yield Issue("equal global scales for q, k and v, and for gate and up", actual, hint, names=wrong)
 
 
-def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def float_lists(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The findings of `ckptkit lint` for the engine or `--reader`. Raises CannotCheck for an unknown model."""
     where, config = "config.json", config_or_none(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
@@ -261,7 +263,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(error.message, "CK302") from error
     if not found.matrices:
         raise CannotCheck("ckptkit does not know which modules of this model are Linear layers", "CK302")
-    tally.compared(len(found.matrices))
+    result.compared(len(found.matrices))
     expected = "a list of unquantized modules that every reader matches to the stored formats"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]

@@ -30,7 +30,7 @@ from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.checks.headers.renamed import renamed_of
 from ckptkit.verify.checks.quantization import floats
 from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, NotApplicable, Subject, check, once, warning_if
 from ckptkit.verify.evidence.agreement import agreement
 from ckptkit.verify.evidence.expected import config_of, config_or_none, is_quantized, packed_parts, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of
@@ -56,7 +56,7 @@ _SILENT = "transformers computes with uninitialized memory"
 
 def require_quantized(subject: Subject) -> None:
     """Raises NotApplicable for a checkpoint without quantized weights."""
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise NotApplicable("Megatron holds no INT4 weights")
     config = config_or_none(subject)
     if config is not None and not is_quantized(config):
@@ -65,7 +65,7 @@ def require_quantized(subject: Subject) -> None:
 
 def _declares_quantization(subject: Subject) -> None:
     """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
-    config = None if subject.is_megatron else config_or_none(subject)
+    config = None if subject.kind == "megatron" else config_or_none(subject)
     if config is None or declared_quantization(config) is None:
         require_quantized(subject)
 
@@ -105,15 +105,15 @@ def never_packed(subject: Subject) -> dict[str, str]:
 
 
 @check("CK301", preflight=True, applies_to=require_quantized)
-def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def nothing_forbidden(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The packed modules against those of other classes; only by its name, a router looks like a Linear."""
     if floats.stores_floats(subject):
-        yield from floats.forbidden_floats(subject, never_packed(subject), tally)
+        yield from floats.forbidden_floats(subject, never_packed(subject), result)
         if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject, may_be_empty=True)
     forbidden = never_packed(subject)
-    tally.compared(len(forbidden))
+    result.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
         hint = f"quantize again with '{entry_for(names[0])}' in ignore, an entry that all readers understand"
@@ -128,7 +128,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 
 
 @check("CK302", preflight=True, applies_to=require_quantized)
-def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def expected_packed(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The packed modules on disk against those that each reader of `ignore` expects, without those of CK301.
 
     Modules that readers that count load or send wrongly are an error (`ckptkit.quant.ignore.readers.severity_of`), also
@@ -139,10 +139,10 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config, specs = config_of(subject), subject.checkpoint.specs
     announced = stored_floats_of(subject)[0] is not None and not any(packed_in(specs))
     if announced or (floats.stores_floats(subject) and not packs_integers(subject)):
-        yield from floats.float_lists(subject, tally)
+        yield from floats.float_lists(subject, result)
         return
     packed = set(packed_in(specs))
-    tally.compared(len(packed))
+    result.compared(len(packed))
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if packed:
             yield issue
@@ -158,7 +158,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
         raise CannotCheck(f"this quantization_config could not be checked: {error.message}") from error
-    tally.compared(found.looked_at - len(packed))
+    result.compared(found.looked_at - len(packed))
     yield from found.issues
     if not packed and not found.missing:
         actual = "no weight is packed, and no reader expects packed weights"
@@ -185,16 +185,16 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)
-def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def parts_fit(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     yield from second_config(subject.path, subject.readers)
-    yield from cache_scales(subject, tally)
+    yield from cache_scales(subject, result)
     try:
         require_quantized(subject)
     except NotApplicable:  # only the cache of keys and values is quantized
         return
     if floats.stores_floats(subject):
-        yield from floats.float_parts(subject, tally)
+        yield from floats.float_parts(subject, result)
         if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject)
@@ -211,7 +211,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             for part, (expected, dtypes) in part_shapes(form, shape, module).items():
                 if (spec := specs.get(f"{module}.{part}")) is None or part not in parts:
                     continue
-                tally.compared()
+                result.compared()
                 if spec.shape != expected or spec.dtype not in dtypes:
                     actual = f"{list(spec.shape)} {spec.dtype}"
                     yield Issue(f"{list(expected)} {' or '.join(dtypes)}", actual, hint, names=[spec.name])
@@ -237,10 +237,10 @@ def _by_targets(
 
 
 @check("CK304", explained_by=("CK204",), applies_to=require_quantized)
-def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def scales_sane(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every scale and weight_shape. Readers use the sign of a scale, so a negative one may be right."""
     if floats.stores_floats(subject):
-        yield from floats.float_scales(subject, tally)
+        yield from floats.float_scales(subject, result)
         if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
@@ -251,7 +251,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if signed and not keeps_scales(config):
         signed = 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)
     for scale in scales:
-        tally.compared(nbytes=scale.nbytes)
+        result.compared(nbytes=scale.nbytes)
         shape, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
         if shape is not None and scale.shape is not None and scale.shape != shape:
             yield Issue(f"shape {list(shape)}", f"shape {list(scale.shape)}", names=[scale.module + SHAPE])
@@ -263,10 +263,10 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("scales above zero", f"{scale.negative} of {scale.values} are negative", names=names)
     if signed and (negative := sum(scale.negative for scale in scales)):
         values = sum(scale.values for scale in scales)
-        tally.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
+        result.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
 
 
-def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def cache_scales(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every layer has both scales of its cache, or no layer has any; compressed-tensors' static scheme requires them.
 
     vLLM 0.26 uses a single k_scale for both, does not start with a single v_scale, and uses 1.0 in a layer without any
@@ -276,7 +276,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     attention: set[str] = set()
     for name in subject.hf_files.specs:
         if match := _SCALE.fullmatch(name):
-            tally.compared()
+            result.compared()
             scales[match[1]].update(match[2] or match[3] or "kv")
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
@@ -301,11 +301,11 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, actual, _HINT, names=lacking, severity=severity)
     if calibrated:
         modules = [module for module in sorted(attention) if scales.get(module, set()) >= {"k", "v"}]
-        yield from _against_scheme(subject, content["kv_cache_scheme"], config, modules, tally)
+        yield from _against_scheme(subject, content["kv_cache_scheme"], config, modules, result)
 
 
 def _against_scheme(
-    subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
+    subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], result: CheckResult
 ) -> Iterator[Issue]:
     """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme."""
     severity = severity_of_all(BY_CLASS, subject.readers)
@@ -318,7 +318,7 @@ def _against_scheme(
     declared = f"as kv_cache_scheme requires (strategy {shortened(scheme.get('strategy', 'tensor'))})"
     renamed = "stored with another name", warning_if("transformers" not in (subject.readers or ()))
     for module, (part, shape) in product(attention, parts.items()):
-        tally.compared()
+        result.compared()
         spec = subject.hf_files.specs.get(name := f"{module}.{part}")
         if spec is None:
             actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)

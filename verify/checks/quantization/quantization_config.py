@@ -73,7 +73,7 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
 @once
 def undeclared_of(subject: Subject) -> Mapping[str, str]:
     """Weights in 8-bit floats and their scales by name, if no config declares a quantization."""
-    config = config_or_none(subject) if subject.is_hf else None
+    config = config_or_none(subject) if subject.kind == "hf" else None
     if config is None or declared_quantization(config) is not None or (subject.path / MODELOPT_CONFIG).exists():
         return {}
     specs = subject.hf_files.specs
@@ -84,7 +84,7 @@ def undeclared_of(subject: Subject) -> Mapping[str, str]:
 @once
 def in_second_format(subject: Subject) -> frozenset[str]:
     """The parts of weights in the format of hf_quant_config.json if config.json declares another method (CK303)."""
-    if not subject.is_hf or config_or_none(subject) is None or "quant_method" not in differing_configs(subject.path):
+    if subject.kind != "hf" or config_or_none(subject) is None or "quant_method" not in differing_configs(subject.path):
         return frozenset()
     floats = floats_of(unify_configs({}, subject.path))
     stored = floats.weights(subject.hf_files.specs) if floats else ()

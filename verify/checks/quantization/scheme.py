@@ -22,7 +22,7 @@ from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.floats import float_pairs, stores_floats
 from ckptkit.verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
 from ckptkit.verify.checks.values.source import values_kept
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, NotApplicable, Subject, check
 from ckptkit.verify.evidence.expected import config_or_none, is_quantized, require_config
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of
@@ -45,21 +45,21 @@ def _quantized_and_kept(subject: Subject) -> None:
 
 
 @check("CK305", needs=("source",), explained_by=("CK202", "CK204", "CK205", "CK304"), applies_to=_quantized_and_kept)
-def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def near_source(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every quantized weight against the source, within the bounds of `evidence/rounding.py`, `floats/rounding.py`."""
     plain = subject.source is not None and not is_quantized(subject.source.config)
-    packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
-    yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
+    packed = subject.kind == "megatron" or int4_format_of(subject.checkpoint.config) is not None
+    yield from _floats_near_source(subject, result) if plain and not packed else _int4_near_source(subject, result)
 
 
-def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def _floats_near_source(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     stored, specs = float_weights(subject), subject.checkpoint.specs
     if stored.unread is not None:
         raise CannotCheck(f"this quantization_config could not be checked: {stored.unread}")
     if not stored.judged and not stored.broken:
         raise NotApplicable("no weight of the source is stored in FP8 or FP4")
     rounding = float_rounding_of(subject)
-    tally.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
+    result.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
     for name, reason in stored.broken.items():
         yield Issue("codes and scales of matching shapes", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
@@ -81,15 +81,15 @@ def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, names=names, severity="warning")
 
 
-def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def _int4_near_source(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise NotApplicable("the source is quantized too, so CK202 compares both bit for bit")
     rounding, grid = rounding_of(subject), grid_of(config)
     if is_gptq(config):
-        tally.note("CK305: GPTQ rounded these weights, so errors below half the norm of a row are not found")
+        result.note("CK305: GPTQ rounded these weights, so errors below half the norm of a row are not found")
     for one in rounding.values():
-        tally.compared(nbytes=one.nbytes)
+        result.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
     for names in group_by_pattern(wrong):
@@ -104,22 +104,22 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK306", applies_to=require_quantized)
-def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def fused_alike(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Packing, bits, group size, scale dtype and zero points are equal in fused layers and in each layer's experts."""
     specs = subject.hf_files.specs
     if subject.readers and {"sglang", "vllm"}.isdisjoint(subject.readers):
         raise NotApplicable(f"the programs of --reader {' '.join(subject.readers)} fuse no layers")
     if stores_floats(subject):
-        yield from float_pairs(subject, _FUSED_OF, tally)
+        yield from float_pairs(subject, _FUSED_OF, result)
         if not packs_integers(subject):
             return
     if not any(packed_in(specs)):
         raise CannotCheck("no weight is packed", "CK302")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # stored as one tensor
+    result.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # stored as one tensor
     for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
-            tally.compared()
+            result.compared()
             parameters[key][part].append(module)
     for schemes in parameters.values():
         usual, *rare = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
@@ -189,14 +189,14 @@ def _has_tiles(subject: Subject) -> None:
 
 
 @check("CK309", preflight=True, applies_to=_is_for_sglang)
-def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def zero_points_read(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, as SGLang loads them (CK303 checks files)."""
     config = config_or_none(subject)
     form = int4_format_of(config) if config else None
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
         raise CannotCheck("the checkpoint has no weight of a layer", "CK104")
-    tally.compared(weights)
+    result.compared(weights)
     layout = quirk("sglang", "zero-points-of-experts")
     if form is not None and not form.sglang_experts and layout is not None:
         expected = "zero points of experts with shape [groups, rows / 8] in AWQ's order, as SGLang reads them"
@@ -206,7 +206,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK307", preflight=True, applies_to=_has_tiles)
-def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tiles_divide(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Rows and columns of every packed weight on a rank fit SGLang's kernels (`quant/ignore/tiles.py`)."""
     config = require_config(subject)
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
@@ -217,7 +217,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     }
     if not chosen:
         raise CannotCheck("no weight is packed", "CK302")
-    tally.compared(len(chosen))
+    result.compared(len(chosen))
     try:
         tree = class_tree(config)
     except CkptkitError as error:
@@ -250,7 +250,7 @@ def _tile_issues(
 
 
 @check("CK308", applies_to=require_quantized)
-def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def scales_alike(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
     Scales of other formats, widths or block sizes are another kind. Much smaller scales are only a warning: experts
@@ -259,14 +259,14 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if stores_floats(subject):
         for one in float_scales_of(subject):
-            tally.compared(nbytes=one.nbytes)
+            result.compared(nbytes=one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
     if not stores_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
         for scale in read_scales(subject):
-            tally.compared(nbytes=scale.nbytes)
+            result.compared(nbytes=scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for medians, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):

@@ -14,7 +14,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.verify.checks.headers.files import file_of_tensor
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, check, only_if
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
 DOWNLOAD = "download"  # the fact about the origin of the files
@@ -24,14 +24,14 @@ _has_manifest = only_if(lambda subject: subject.options.manifest, "--manifest wa
 
 
 @check("CK120", stage="headers", applies_to=_has_manifest)
-def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_as_manifest(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor and side file of the manifest, and no other that loaders read. Raises CkptkitError if unreadable."""
     manifest = read_manifest(subject.options.manifest or Path())
     root, specs, values = subject.location.root, subject.checkpoint.specs, stored_values(subject)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
         actual = "missing" if name not in specs else "the manifest has no such tensor"
         if name in specs and name in manifest.tensors:
-            tally.compared(nbytes=specs[name].nbytes)
+            result.compared(nbytes=specs[name].nbytes)
             if name not in values.stats:
                 continue  # CK201 reports that it cannot be read
             spec, promised = specs[name], manifest.tensors[name]
@@ -52,7 +52,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK124", applies_to=only_if(downloads, "the directory has no download record of the model hub's client"))
-def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def as_published(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """SHA-256 (git's SHA-1 for small files) of the files that loaders open; a warning for files changed later."""
     read_values(subject)  # also hashes the weights
     records, hashes = downloads(subject), file_hashes(subject)
@@ -60,7 +60,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not compared:
         raise CannotCheck("not run because no tensor can be read", "CK201")
     for name in compared:
-        tally.compared(nbytes=hashes[name].size)
+        result.compared(nbytes=hashes[name].size)
     differ = [name for name, is_same in compared.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(compared) == len(differ) > 1 else ""
@@ -80,7 +80,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
     fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.loader_files if file not in records]
-    tally.facts[DOWNLOAD] = [fact + (f"; no record of {summarize(unknown)}" if unknown else "")]
+    result.facts[DOWNLOAD] = [fact + (f"; no record of {summarize(unknown)}" if unknown else "")]
 
 
 def _compare(hashes: Mapping[str, FileHash]) -> dict[str, bool]:

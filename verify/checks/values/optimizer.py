@@ -9,7 +9,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.values.values import require_some
-from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, warning_if
+from ckptkit.verify.core.check import CheckResult, Issue, NotApplicable, Subject, check, warning_if
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 from ckptkit.verify.evidence.optimizer import OptimizerValues, count_without_master, optimizer_values, state_of
 
@@ -24,7 +24,7 @@ AS_OBJECTS = "the optimizer state is stored as Python objects (dp_zero_gather_sc
 def has_optimizer(subject: Subject) -> None:
     """Raises NotApplicable without optimizer state."""
     try:
-        stored = subject.is_megatron and not state_of(subject).is_empty
+        stored = subject.kind == "megatron" and not state_of(subject).is_empty
     except UnsupportedError:
         stored = False
     except CkptkitError as error:
@@ -34,11 +34,11 @@ def has_optimizer(subject: Subject) -> None:
 
 
 @check("CK213", applies_to=has_optimizer)
-def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def optimizer_sound(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor of state is readable and finite, and second moments are not negative. This pass also feeds CK214."""
     values = _values(subject)
     for one in values.stats.values():
-        tally.compared(nbytes=one.nbytes)
+        result.compared(nbytes=one.nbytes)
     for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
         yield Issue("bytes that can be read", reason, "copy the file again", names=lost, as_one=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
@@ -62,7 +62,7 @@ def _values(subject: Subject) -> OptimizerValues:
 
 
 @check("CK214", applies_to=has_optimizer)
-def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def masters_round(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each float32 master weight rounds to the stored weight.
 
     Buckets of a distributed optimizer have masters without names: no number may be more frequent among the weights
@@ -73,7 +73,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise NotApplicable(f"the run kept weights in fewer bits ({kept[0]}), which differ from rounded master weights")
     if not values.compared and not values.weights:
         raise NotApplicable("the checkpoint has no float32 master weights of 16-bit weights")
-    require_some(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
+    require_some(result, values.compared or values.weights, "no optimizer state can be read", "CK213")
     expected = "master weights that round to the stored weights"
     unlike = {name: counts for name, counts in values.compared.items() if counts[0]}
     hint = "take another checkpoint: weights and optimizer are of different steps, or the save mixed them up"
@@ -87,14 +87,14 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK121", stage="headers", applies_to=has_optimizer)
-def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def optimizer_whole(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each weight has a master and moments of its shape, if others have them; each bucket has all kinds of state."""
     names_of(subject)
     state = state_of(subject)
     if state.opaque and not (state.by_weight or state.buckets):
         raise NotApplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"
-    tally.compared(len(state.by_weight) + len(state.buckets))
+    result.compared(len(state.by_weight) + len(state.buckets))
     unnamed = ("state of a stored weight", "the checkpoint has no weight of this name", state.unknown)
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)

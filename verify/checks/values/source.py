@@ -17,7 +17,7 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import PACKED, packed_in
 from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, require_some, require_values
-from ckptkit.verify.core.check import Issue, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CheckResult, Issue, Subject, check, only_if, warning_if
 from ckptkit.verify.evidence.compare import TensorDiff
 from ckptkit.verify.evidence.expected import (
     Expected,
@@ -47,9 +47,9 @@ _was_trained = only_if(lambda subject: subject.options.trained, "without --train
 
 
 @check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
-def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def values_of_source(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every value, with both sides as HF and the source cast to this dtype. CK305 judges newly quantized weights."""
-    values, wrong = _compared(subject, tally)
+    values, wrong = _compared(subject, result)
     yield from names_of_one_side(subject)
     for issue in list(other_places(subject, wrong)):
         yield issue
@@ -58,11 +58,11 @@ def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _differing(subject, wrong, values)
 
 
-def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorDiff]]:
+def _compared(subject: Subject, result: CheckResult) -> tuple[Values, dict[str, TensorDiff]]:
     """All values, and the differences that CK305 does not judge. Raises as `require_values`."""
     values = require_values(subject)
     for nbytes in values.compared.values():
-        tally.compared(nbytes=nbytes)
+        result.compared(nbytes=nbytes)
     judged = float_weights(subject).judged
     return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 
@@ -206,7 +206,7 @@ def _is_broken(stats: Extremes) -> bool:
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
     """Weights of the source that are packed here, so that CK305 judges their rounding."""
-    if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
+    if subject.kind == "megatron" or subject.source is None or is_quantized(subject.source.config):
         return frozenset()
     if int4_format_of(subject.checkpoint.config) is None:
         return frozenset()
@@ -251,10 +251,10 @@ def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], value
 
 
 @check("CK203", needs=("source",))
-def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def dtypes_kept(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning."""
     values, quantized = read_values(subject), float_weights(subject).judged
-    require_some(tally, values.compared, "not run because no tensor was compared with the source (CK201, CK202)")
+    require_some(result, values.compared, "not run because no tensor was compared with the source (CK201, CK202)")
     fp32 = fp32_names(config_or_none(subject))
     changed = by_key(
         ((one.source.dtype, one.actual.dtype, name in fp32), name)
@@ -270,9 +270,9 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)
-def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def moved_by_training(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Names and shapes are the source's, and values moved by little. Unmoved tensors are a note, or all a warning."""
-    values, differing = _compared(subject, tally)
+    values, differing = _compared(subject, result)
     yield from names_of_one_side(subject)
     for name, one in differing.items():
         if not one.same_shape:
@@ -296,7 +296,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
     still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
     if still and len(still) < len(floats):
-        tally.note(f"training did not change {len(still)} of {len(floats)} tensors: {summarize(still)}")
+        result.note(f"training did not change {len(still)} of {len(floats)} tensors: {summarize(still)}")
     elif still:
         actual = f"all {len(still)} tensors have the source's bits, so nothing was trained"
         hint = "pass the checkpoint that training wrote, or leave out --trained"

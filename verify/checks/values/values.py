@@ -28,7 +28,7 @@ from ckptkit.formats import yaml_text
 from ckptkit.quant.formats.floats.layout import SCALE_ENDINGS
 from ckptkit.quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from ckptkit.storage.regular import read_regular
-from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Severity, Subject, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import (
     Expected,
     config_or_none,
@@ -65,11 +65,11 @@ _MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
 _has_tables = only_if(lambda subject: _with_field(subject, "indices"), "the model has no table of experts")
 
 
-def require_some(tally: Tally, names: Sized, reason: str = _NONE_READ, *because: str) -> None:
+def require_some(result: CheckResult, names: Sized, reason: str = _NONE_READ, *because: str) -> None:
     """Counts tensors, without their bytes. Raises CannotCheck without any, reported by CK201 or `because`."""
     if not len(names):
         raise CannotCheck(reason, *(because or ("CK201",)))
-    tally.compared(len(names))
+    result.compared(len(names))
 
 
 def require_values(subject: Subject) -> Values:
@@ -81,20 +81,20 @@ def require_values(subject: Subject) -> Values:
 
 
 @check("CK201", explained_by=("CK112", "CK117"))
-def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def readable(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor can be read. This pass also feeds the other CK2xx checks."""
     values, unreadable = read_values(subject).stats, read_values(subject).unreadable
     for stats in values.values():
-        tally.compared(nbytes=stats.nbytes)
+        result.compared(nbytes=stats.nbytes)
     for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
         yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, as_one=True)
 
 
 @check("CK204", explained_by=("CK124",))
-def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def finite(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity except bounds that clip no activations."""
     values = read_values(subject).stats
-    require_some(tally, values)
+    require_some(result, values)
     wrong = [name for name, one in values.items() if not one.finite]
     wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
     for names, is_shared in _split_by_source(wrong, read_values(subject)):
@@ -104,10 +104,10 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK205", explained_by=("CK124", "CK202"))
-def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def not_constant(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Constants that training does not give; the module's docstring lists the exceptions."""
     values = read_values(subject).stats
-    require_some(tally, values)
+    require_some(result, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = config_or_none(subject) or {}
     scales = scales_in_floats(subject)
@@ -170,11 +170,11 @@ def _split_by_source(names: Sequence[str], values: Values) -> Iterator[tuple[lis
 
 
 @check("CK206", explained_by=("CK202",))
-def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def distinct(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """No two experts or layers have the same matrix, except copies by a merge; a warning if the source has them."""
     read = read_values(subject)
     values, same = read.stats, read.compared.keys() - read.differences.keys()
-    require_some(tally, values)
+    require_some(result, values)
     excluded = (expected_of(subject) or Expected({})).indices | scales_in_floats(subject)
     matrices = (name for name, one in values.items() if one.rows > 1 and not one.constant and name not in excluded)
     kinds = {name: pattern_of(name) for name in matrices if not name.endswith(PARTS)}
@@ -182,7 +182,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     equal = [names for names in groups.values() if len(names) > 1]
     origins = _layer_origins(subject.config_root)
     if merged := layers_of(name for names in equal if _are_copies(names, origins) for name in names):
-        tally.note(f"layers {ranges(merged)} are copies of one another, which the merge in {_MERGED} made")
+        result.note(f"layers {ranges(merged)} are copies of one another, which the merge in {_MERGED} made")
         equal = [names for names in equal if not _are_copies(names, origins)]
     for one in explain_repeats(equal, stages_of(subject)):
         text, hint = one.text, one.hint
@@ -217,12 +217,12 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 
 
 def _has_tied_head(subject: Subject) -> bool:
-    tied = tied_head_of(subject) if subject.is_hf else None
+    tied = tied_head_of(subject) if subject.kind == "hf" else None
     return tied is not None and tied[0] in subject.hf_files.specs
 
 
 @check("CK211", applies_to=only_if(_has_tied_head, "no tied output layer is stored"))
-def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tied_head_repeats(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """`lm_head.weight` repeats the bytes of the embedding if config.json ties them."""
     tied = tied_head_of(subject)
     stats = read_values(subject).stats
@@ -230,7 +230,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(_NONE_READ, "CK201")
     head, embedding = tied
     specs = subject.hf_files.specs
-    tally.compared(nbytes=stats[head].nbytes)
+    result.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
         yield Issue(f"the bytes of {embedding}, since tie_word_embeddings is true", "different bytes", names=[head])
 
@@ -243,23 +243,23 @@ _LARGEST = 64.0
 
 
 @check("CK207")
-def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def not_denormal(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The largest number of each nonzero tensor is at least 2**-126 (about 1.2e-38), as in all used weights."""
     stats = read_values(subject).stats
-    require_some(tally, stats)
+    require_some(result, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
         yield Issue("numbers of at least 1.2e-38", f"the largest number is {largest:.3g}", names=names)
 
 
 @check("CK208", explained_by=("CK202", "CK204", "CK205"))
-def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def no_outliers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
     The median is at most 64, far above any trained model. It is a warning if the source has the same bits.
     """
     values = read_values(subject)
-    require_some(tally, values.stats)
+    require_some(result, values.stats)
     usable = [
         name
         for name, one in values.stats.items()
@@ -290,8 +290,10 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue(expected, actual, names=names, severity=severity, as_one=True)
 
 
-@check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "HF checkpoints have no padded vocabulary"))
-def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
+@check(
+    "CK209", applies_to=only_if(lambda subject: subject.kind == "megatron", "HF checkpoints have no padded vocabulary")
+)
+def padding_zero(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in a converter's `release/`, a warning in a training checkpoint."""
     require_values(subject)
     expected = require_expected(subject)
@@ -300,7 +302,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in sorted(expected.vocab & specs.keys()):
         shape = expected.shapes[name] or ()
         rows = specs[name].shape[0] - shape[0]
-        tally.compared()
+        result.compared()
         with suppress(CkptkitError):  # CK201 reports a tensor that cannot be read
             if rows > 0 and (filled := int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum())):
                 actual = f"{filled} of {rows} padded rows, from row {shape[0]} on, are not zero"
@@ -325,11 +327,11 @@ def _fp32_biases(subject: Subject) -> set[str]:
 
 
 @check("CK210", explained_by=("CK202",), applies_to=only_if(_fp32_biases, "the model has no bias that must be float32"))
-def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def not_coarse(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """A float32 router bias has numbers that are not exact in bfloat16; a warning unless the source has the same."""
     values, names = read_values(subject), _fp32_biases(subject)
     biases = {name: one for name, one in values.stats.items() if _inside_model(name) in names}
-    require_some(tally, biases, f"{_NONE_READ}, or the biases are missing", "CK201", "CK104")
+    require_some(result, biases, f"{_NONE_READ}, or the biases are missing", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
     hint = "compare with the release: if it has other values, they were rounded to bfloat16 and stored as float32"
     coarse = [name for name, one in biases.items() if one.coarse and not one.constant and name not in same]
@@ -337,11 +339,11 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK215", applies_to=_has_tables)
-def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def tables_name_experts(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every number is that of an expert, from 0 to the number of experts - 1."""
     names, experts = _with_field(subject, "indices"), dims_of(require_config(subject)).experts
     tables = {name: one for name, one in read_values(subject).stats.items() if _inside_model(name) in names}
-    require_some(tally, tables, f"{_NONE_READ}, or the tables are missing", "CK201", "CK104")
+    require_some(result, tables, f"{_NONE_READ}, or the tables are missing", "CK201", "CK104")
     for name, one in tables.items():
         if one.low < 0 or one.high >= experts:
             yield Issue(f"numbers from 0 to {experts - 1}", f"numbers from {one.low:g} to {one.high:g}", names=[name])

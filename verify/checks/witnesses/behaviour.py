@@ -12,7 +12,8 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.verify.checks.witnesses.engine import FURTHEST
 from ckptkit.verify.checks.witnesses.megatron import format_ranks, require_finished
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, check, only_if, warning_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.side_files import TOKENIZER, SideFiles
 from ckptkit.verify.witnesses.live.run import run_engine_reference
@@ -25,14 +26,14 @@ from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Re
 
 def _in_transformers(subject: Subject) -> None:
     with_engine = "engine" in subject.against
-    if "megatron" in subject.against and subject.is_megatron and not with_engine:
+    if "megatron" in subject.against and subject.kind == "megatron" and not with_engine:
         raise NotApplicable("with --against-megatron, --logits runs CK606 instead")
     if with_engine and not (subject.path / TOKENIZER).exists():
         raise NotApplicable("tokenizer.json, which encodes the texts, is missing")
 
 
 @check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
-def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def predicts_text(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Bits a byte of fixed texts in English, Python and Chinese in transformers; untrained weights are not judged."""
     from ckptkit.verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
@@ -41,20 +42,20 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     predicted = reference.predicted
     assert predicted is not None
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
-    tally.compared(len(bits))
+    result.compared(len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
     untrained = "" if trained else "; not judged, since the weights look untrained"
-    tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
+    result.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
     best = min(bits)
     if trained and best <= NO_TEXT:
-        tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits per byte")
+        result.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits per byte")
     if trained and best > POOR_TEXT:
         expected = f"at most {POOR_TEXT} bits per byte for at least one text"
-        result = "does not predict text" if best > NO_TEXT else "predicts text poorly"
-        yield Issue(expected, f"the model {result}: {line} bits per byte", severity=warning_if(best <= NO_TEXT))
+        verdict = "does not predict text" if best > NO_TEXT else "predicts text poorly"
+        yield Issue(expected, f"the model {verdict}: {line} bits per byte", severity=warning_if(best <= NO_TEXT))
     if with_engine:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
-    tally.note(f"--logits ran only transformers ({reference.dtype}); add --engine to run an engine too")
+    result.note(f"--logits ran only transformers ({reference.dtype}); add --engine to run an engine too")
     if not trained:
         raise CannotCheck("the weights look untrained, so CK607 cannot judge whether they predict text")
 
@@ -65,28 +66,28 @@ _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 
 @check("CK606", stage="behaviour", needs=("megatron", "logits"))
-def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_logits_in_megatron(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts in megatron-core against transformers, in units of the dtype's noise."""
     require_finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
     for dtype in computes_in(subject):
-        yield from judge_run(run_megatron_logits(subject, prompts, dtype), subject, tally)
+        yield from judge_run(run_megatron_logits(subject, prompts, dtype), subject, result)
 
 
-def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def judge_run(run: Computed, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares one run with transformers."""
     from ckptkit.verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
     broken, count = not_finite_logprobs([answer for judged in run.answers.values() for answer in judged])
-    tally.compared(count)
+    result.compared(count)
     if run.reference is None:
         hint = "fix the findings of CK401, CK402 and CK204: the weights were not loaded, or are not finite"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not finite", hint)
         return
     reference, exact = run.reference, run.reference.exact
     noise = distance(reference.rounded, exact)
-    tally.add_to_verdict("log-probabilities compared with transformers")
-    facts = tally.facts.setdefault("log-probabilities in Megatron", [])
+    result.add_to_verdict("log-probabilities compared with transformers")
+    facts = result.facts.setdefault("log-probabilities in Megatron", [])
     program = f"megatron-core {run.version} in {run.dtype} ({run.sizes}, {run.device})"
     facts.append(f"{program} from transformers in float32: {distance(run.answers[min(run.answers)], exact)}")
     facts.append(f"transformers in {reference.dtype} from float32: {noise}")
@@ -142,14 +143,14 @@ def gap(
 
 
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
-def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_log_probs(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Recorded responses against transformers: the mean difference per token, in units of the format's noise."""
     recording = rollouts.recording_of(subject)
     number = "" if recording.rollout is None else f" of rollout {recording.rollout}"
     versions = ", ".join(recording.versions) or "not recorded"
-    tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
+    result.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
     if broken := list(_not_usable(recording, int(language_part(config_of(subject))["vocab_size"]))):
-        tally.compared(len(recording.samples))
+        result.compared(len(recording.samples))
         yield from broken
         return
     if not recording.sides:
@@ -159,7 +160,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     reasons = []
     for side in recording.sides:
         try:
-            yield from _judge(subject, recording, side, tally)
+            yield from _judge(subject, recording, side, result)
         except CannotCheck as reason:
             reasons.append(f"{SIDES[side]}: {reason}")
     if reasons:
@@ -193,15 +194,15 @@ def _gaps(rows: Sequence[rollouts.Recomputed], side: str) -> tuple[LogprobGap, L
     return gap(recorded, exact, masks), gap(rounded, exact, masks)
 
 
-def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
+def _judge(subject: Subject, recording: Recording, side: str, result: CheckResult) -> Iterator[Issue]:
     """Judges one side's log-probabilities. Raises CannotCheck if a large gap may have another reason."""
     dtype, every = rollouts.run_recompute(subject)
     rows = [row for row in every if side in row[0].log_probs]
     (recorded, noise), label = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
-    tally.compared(recorded.tokens)
-    tally.add_to_verdict("recorded log-probabilities compared with transformers")
-    facts = tally.facts.setdefault("log-probabilities of the rollout", [])
+    result.compared(recorded.tokens)
+    result.add_to_verdict("recorded log-probabilities compared with transformers")
+    facts = result.facts.setdefault("log-probabilities of the rollout", [])
     facts.append(f"{label} from transformers in float32, {recorded.tokens} tokens of {len(rows)} samples: {recorded}")
     facts.append(f"this is {recorded.mean / unit:.2f} times the noise: transformers in {dtype} from float32, {noise}")
     if not np.isfinite(recorded.mean):
@@ -243,7 +244,7 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
         doubts.append(f"several weight versions generated the samples ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
         doubts.append("the engine sampled with top-p, which can raise recorded log-probabilities")
-    if subject.is_megatron and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
+    if subject.kind == "megatron" and quantization_of(read_config(rollouts.tokenizer_directory(subject))):
         doubts.append("the HF directory is quantized, so an engine that serves it has rounded the weights")
     return "; ".join(doubts)
 
@@ -256,17 +257,17 @@ def _has_prompts(subject: Subject) -> None:
 
 
 @check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
-def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_prompts(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The tokens of prompts by the checkpoint's tokenizer, and of messages by its template, are the recorded ones."""
     path, root = subject.options.rollout_data, rollouts.tokenizer_directory(subject)
     files = SideFiles(root)
     if not files.has_vocabulary and not files.sentencepiece:
         raise CannotCheck(f"{root} has no tokenizer, which is needed to render the recorded prompts")
     renderings = rollouts.run_templates(subject)
-    tally.compared(len(renderings))
-    tally.add_to_verdict("recorded prompts compared with transformers")
+    result.compared(len(renderings))
+    result.add_to_verdict("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
-    facts = tally.facts["prompts of the rollout"] = [f"transformers rendered {len(renderings)} different prompts"]
+    facts = result.facts["prompts of the rollout"] = [f"transformers rendered {len(renderings)} different prompts"]
     facts += [f"sample {index} is equal with {option}, which is not recorded" for option, index in assumed.items()]
     if one := next((one for one in renderings if one.refused), None):
         actual, hint = f"sample {one.index} is refused: {one.refused}", "copy the template from the release"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, warning_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, check, warning_if
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from ckptkit.verify.witnesses.live.run import (
@@ -25,16 +25,16 @@ FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md lists sound 
 
 
 @check("CK511", stage="engine", needs=("engine",))
-def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def answers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
     report = run_engine(subject).require_report()
     label = running_engine(subject).label
-    tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_tensor_facts(report)]
+    result.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_tensor_facts(report)]
     for name, outputs in report.passes.items():
         broken, count = not_finite_logprobs(outputs)
-        tally.compared(count)
+        result.compared(count)
         if broken:
             yield Issue("a finite log-probability for every token", f"{broken} of {count} are not finite, {name}")
 
@@ -49,18 +49,18 @@ def _tensor_facts(report: EngineReport) -> list[str]:
 
 
 @check("CK512", stage="engine", needs=("update",))
-def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def second_load(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The checkpoint is loaded again, twice by tensor and twice from disk, first over poisoned parameters."""
-    yield from _reloads(subject, tally, "updating ")
+    yield from _reloads(subject, result, "updating ")
 
 
 @check("CK513", stage="engine", needs=("release-resume",))
-def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def resumed(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor and buffer is the same after memory was released and resumed, and weights updated."""
-    yield from _reloads(subject, tally, RESUMED)
+    yield from _reloads(subject, result, RESUMED)
 
 
-def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
+def _reloads(subject: Subject, result: CheckResult, kind: str) -> Iterator[Issue]:
     """The differences after steps of a kind, in the plain engine and, if there are draft layers, in one with them."""
     if (why := no_second_load(subject)) is not None:
         raise CannotCheck(why)
@@ -70,10 +70,10 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
-        tally.facts |= {f"{label} engine, {decoding}": _tensor_facts(run.report)} if decoding else {}
+        result.facts |= {f"{label} engine, {decoding}": _tensor_facts(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
-                tally.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
+                result.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
     if reasons := [reason for name, run in runs.items() if run and (reason := _why_incomplete(label, name, run, kind))]:
@@ -117,7 +117,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
 
 
 @check("CK601", stage="behaviour", needs=("engine", "logits"))
-def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_logits(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from ckptkit.verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 
@@ -128,10 +128,10 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     dtype, exact = reference.dtype, reference.exact
     measured, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
-    tally.compared(sum(len(answer.tokens) for answer in exact))
+    result.compared(sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), running_engine(subject).label
-    tally.add_to_verdict("log-probabilities compared with transformers")
-    tally.facts["log-probabilities"] = [
+    result.add_to_verdict("log-probabilities compared with transformers")
+    result.facts["log-probabilities"] = [
         f"{label} from transformers in float32: {measured}",
         f"transformers in {dtype} from float32: {noise}",
         f"{label} from its first to its second answer: mean {between.mean:.4f}, largest {between.largest:.3f}",

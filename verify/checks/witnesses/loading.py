@@ -18,7 +18,8 @@ from ckptkit.quant.ignore.names import entry_for
 from ckptkit.verify.checks.config.config import is_parallel
 from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Run, Severity, Subject, Tally, check, only_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Run, Severity, Subject, check, only_if
+from ckptkit.verify.core.report import CheckResult
 from ckptkit.verify.evidence.expected import (
     config_of,
     config_or_none,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # each adapter must implement the protocol
 
 _NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` returns that of a model
-Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
+Issues = Callable[[EngineFacts, Subject, CheckResult], Iterator[Issue]]
 
 
 def each_engine(
@@ -105,7 +106,7 @@ def _may_repack(subject: Subject) -> None:
 
 def _require_packed(subject: Subject) -> None:
     config = config_or_none(subject)
-    if subject.is_megatron or (config is not None and not is_quantized(config)):
+    if subject.kind == "megatron" or (config is not None and not is_quantized(config)):
         raise NotApplicable("without a GPU only quantized weights are repacked, and the checkpoint has none")
 
 
@@ -131,7 +132,7 @@ def _findings(
 
 
 @each_engine(1)
-def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def loads(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The engine's model class is built from the config, and its `load_weights` loads the checkpoint."""
     run = run_engine_load(subject, engine)
     if run.report is None:
@@ -140,7 +141,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
         yield Issue(f"{engine.label} loads the model", message, why_refused(engine, message, lacking))
         return
     report = run.report
-    tally.compared(report.loaded_names)
+    result.compared(report.loaded_names)
     untested = "" if report.version in engine.tested else f" (ckptkit is tested with {', '.join(engine.tested)})"
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
@@ -153,30 +154,30 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     for names in group_by_pattern(report.requantized):
         change = f"up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
         facts.append(f"{engine.label} quantizes {summarize(names)} again for its kernel, which changes {change}")
-    tally.facts[engine.label] = facts
+    result.facts[engine.label] = facts
 
 
 @each_engine(2, explained_by=("CK104", "CK301", "CK302", "{engine}3"))
-def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_written(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every parameter is written; all are poisoned before loading."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.is_hf else ()
+    lost = lost_towers(raw_config_of(subject), subject.specs) if subject.kind == "hf" else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
-        tally.compared(report.parameters)
+        result.compared(report.parameters)
         yield from _findings(engine, report.unwritten, "every element written by load_weights", why, draft)
 
 
 @each_engine(3, explained_by=("CK104", "CK301", "CK302"))
-def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def none_dropped(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every element of every tensor is written into a parameter."""
     config = config_of(subject)
-    packed = subject.is_hf and bool(weights_of(config))
+    packed = subject.kind == "hf" and bool(weights_of(config))
     expected = "written into its own parameter"
     of_cache = f"serve with a cache in the model's dtype: {engine.label}'s class loads no cache scales and uses 1 for "
     of_cache += "a cache in FP8 (--kv-cache-dtype)"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.loaded_names)
+        result.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
         weights = [seen for seen in report.dropped if seen not in scales]
@@ -185,12 +186,12 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 
 
 @each_engine(4)
-def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def values_in_engine(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every tensor against each place that the engine wrote it to, before any repacking."""
     expected = "a dtype that holds the value exactly"
     harmless = "convert with --dtype if the loss matters; the files are right"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.tensors, nbytes=report.bytes)
+        result.compared(report.tensors, nbytes=report.bytes)
         yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
@@ -209,26 +210,26 @@ def _may_have_experts(subject: Subject) -> bool:
     applies_to=only_if(_may_have_experts, "the model has no routed experts"),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
-def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def routers_alive(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """After loading, the router of every layer with experts is written, finite, and not constant."""
     hint = "compare the router with the source (--source), and restore it from there"
     if weights_of(config_of(subject)):
         ignore = f"add `{keep_router(config_of(subject))}` to quantization_config.ignore"
         hint = f"if CK301 reports that the router is packed, {ignore} and quantize again; else {hint}"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.routers_seen)
+        result.compared(report.routers_seen)
         yield from _findings(engine, report.routers, "a router that distinguishes experts", lambda seen: hint, draft)
 
 
 @each_engine(6, applies_to=_may_repack)
-def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def repacked(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Quantized parameters have Marlin's layout, computed here, and all other parameters are unchanged."""
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
             without = f"run on a GPU, or accept this with --accept {engine.codes}6"
             raise CannotCheck(f"{engine.label}'s kernels that repack weights need CUDA: {without}")
-        tally.compared(report.repacked_seen)
+        result.compared(report.repacked_seen)
         why = partial(why_not_repacked, engine, report.version)
         yield from _findings(engine, report.repacked, "the loaded values in the kernel's order", why, draft)
     for report, draft in _reports(engine, subject):
@@ -238,7 +239,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
 
 
 @each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))
-def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def parallel_sizes(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every rank of the engine ran its loader; the other checks compare all of them."""
     if engine_sizes(engine, subject) is None:
         sizes = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
@@ -246,7 +247,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
         why = f"it does not support {given}: {engine.sizes}, and tp / ep ranks split an expert"
         hint = "pass these sizes with --against-megatron only"
         raise CannotCheck(f"{engine.label} was loaded on one rank, since {why}; {hint}")
-    tally.compared(_report(engine, subject).sizes.ranks)
+    result.compared(_report(engine, subject).sizes.ranks)
     yield from ()
 
 
@@ -256,7 +257,7 @@ def _has_draft_layers(subject: Subject) -> bool:
 
 
 @each_engine(8, applies_to=only_if(_has_draft_layers, "the model has no multi-token prediction layers"))
-def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def loads_draft(engine: EngineFacts, subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then compare too."""
     report, failure = _report(engine, subject), run_engine_load(subject, engine).failure
     draft = report.draft_model
@@ -270,8 +271,8 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     if draft is None:
         nothing = f"{engine.label} got no tensor of the multi-token prediction layers"
         raise CannotCheck(f"the draft model was not checked: {failure}" if failure else nothing)
-    tally.compared(draft.loaded_names)
-    tally.facts[f"{engine.label}'s draft model"] = [
+    result.compared(draft.loaded_names)
+    result.facts[f"{engine.label}'s draft model"] = [
         f"{draft.model} loaded {draft.loaded_names} tensors into {draft.parameters} parameters, and shares embeddings "
         f"and output layer with {report.model}",
         *(f"{engine.label} logged: {line}" for line in draft.log[:5]),

@@ -11,7 +11,7 @@ from ckptkit.converters.planner import dims_of, rules_for_names
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, Subject, check, once, only_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
@@ -20,7 +20,7 @@ from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, sta
 
 Seen = tuple[int, TensorSeen]
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks selects only some ranks")
+_all_ranks = only_if(lambda subject: not subject.options.ranks, "--ranks selects only some ranks")
 
 
 @once
@@ -46,17 +46,17 @@ def require_finished(subject: Subject) -> MegatronRun:
 
 
 @check("CK401", stage="megatron", needs=("megatron",))
-def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def strict_load(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every rank starts, the keys that it requests are on disk, and every key on disk is requested."""
     run = run_megatron(subject)
     if run.unable:
         raise CannotCheck(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     ranks = f"{run.sizes.world} rank(s)"
-    if subject.options.megatron.ranks:
-        ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
+    if subject.options.ranks:
+        ranks = f"ranks {ranges(subject.options.ranks).strip('{}')} of {run.sizes.world}"
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
-    tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
+    result.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     if run.not_found:
         hint = "correct the tracker, from which a trainer takes the iteration, or verify the iteration that it names"
         yield Issue("a tracker that names this checkpoint", run.not_found, hint)
@@ -65,18 +65,18 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "fix the cause of Megatron's error, at which training would stop too"
         yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
-        tally.tensors += report.requested
+        result.tensors_compared += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
         saved = f"norms have the names of Transformer Engine's layers, as in training ({fold(sorted(renamed))[0]})"
-        tally.note(f"CK401: {saved}; Megatron's local spec, which ran here, uses other names, which were mapped")
+        result.note(f"CK401: {saved}; Megatron's local spec, which ran here, uses other names, which were mapped")
     # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
     requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
     hint = "compare the launch arguments with the release: Megatron would keep random values in this parameter"
     for names in group_by_pattern(requests):
         by = format_ranks(rank for name in names for rank in requests[name])
         yield Issue("stored, because Megatron requests it", "not stored", hint, names=names, rank=by)
-    if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are checked")
+    if subject.options.ranks:
+        result.note(f"--ranks: only {ranks} are checked")
         return
     yield from _not_requested(run.reports, set(_names(subject)))
 
@@ -91,12 +91,12 @@ def _not_requested(reports: Sequence[RankReport], names: Container[str]) -> Iter
 
 
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
-def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def right_slices(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Every parameter and persistent buffer has the bits of its slice of the source, or of the files."""
     run = require_finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
-        tally.compared(nbytes=tensor.nbytes)
+        result.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
     # Megatron updates biases of routers in float32.
     narrow = [one for one in seen if one[1].name.endswith(".router.expert_bias") and one[1].dtype != "float32"]
@@ -104,7 +104,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "use a megatron-core that keeps these biases in float32, since rounded ones choose other experts"
     names = sorted({tensor.name for _, tensor in narrow})
     yield Issue("float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
-    if subject.options.megatron.ranks:
+    if subject.options.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     lost = [name for name in _names(subject) if name not in held]
@@ -112,37 +112,37 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 @check("CK403", stage="megatron", needs=("megatron",))
-def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_layers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The pipeline stages have all layers, by Megatron's own numbers."""
     run = require_finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
-        tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
+        result.tensors_compared += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (f"layers {chunk_ranges(layers)}" for layers in (stages[report.pp], report.layers))
             hint = "report this: ranks of one pipeline stage must hold the same layers"
             yield Issue(expected, actual, hint, rank=format_ranks([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
-    facts = tally.facts["pipeline stages"] = list[str]()
+    facts = result.facts["pipeline stages"] = list[str]()
     for stage, chunks in sorted(stages.items()):
         layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
         more = f", {predicted[stage]} for multi-token prediction" if predicted[stage] else ""
         facts.append(f"pp rank {stage}: {layers}{more}")
     held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
     count = staged_dims(subject).layers
-    if held != list(range(count)) and not subject.options.megatron.ranks:
+    if held != list(range(count)) and not subject.options.ranks:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
 @check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
-def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def all_regions(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
     reports = require_finished(subject).reports
     asked = by_key((key, box) for report in reports for key, boxes in report.asked.items() for box in boxes)
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 reports it
-        tally.compared()
+        result.compared()
         # Replicas read boxes of another rank, and a rank may have only padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):

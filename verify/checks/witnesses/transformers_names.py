@@ -14,7 +14,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from ckptkit.verify.checks.headers.files import names_of
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once
+from ckptkit.verify.core.check import CannotCheck, CheckResult, Issue, NotApplicable, Subject, check, once
 from ckptkit.verify.evidence.expected import expected_of, is_of_no_family
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.folding import by_key, pattern_of
@@ -24,7 +24,7 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 
 def _is_requested(subject: Subject) -> None:
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise NotApplicable("transformers reads only HF checkpoints")
     if "transformers" not in subject.against and not is_of_no_family(subject):
         raise NotApplicable("--against-transformers was not given")
@@ -48,7 +48,7 @@ def _ask(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesRep
     begin=_ask,
     explained_by=("CK102", "CK103", "CK104", "CK105"),
 )
-def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def names_in_transformers(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Names and shapes, loaded by transformers on the meta device, without values and the checkpoint's code."""
     specs, answer = _ask(subject)
     report = answer.result().require("transformers did not run")
@@ -56,12 +56,12 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
         model_type = f"model_type {subject.hf_files.config.get('model_type')!r} ({named})"
         raise CannotCheck(f"transformers has no class for {model_type}, and ckptkit does not run the checkpoint's code")
-    tally.compared(len(specs))
+    result.compared(len(specs))
     config = subject.path / "config.json"
     if report.refused:
         yield Issue("a config that transformers accepts", report.refused, file=config)
         return
-    tally.facts["class in transformers"] = [report.model_class]
+    result.facts["class in transformers"] = [report.model_class]
     integers = {name.rpartition(".")[2] for name in report.integers}
     where = subject.path / INDEX if subject.hf_files.index is not None else subject.path
     if report.fits:
@@ -83,7 +83,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     # Engines read tensors that ckptkit's family promises and this class drops, such as multi-token prediction layers.
     promised = expected.shapes.keys() | expected.optional if (expected := expected_of(subject)) else frozenset()
     if dropped := sorted(set(report.unexpected).intersection(promised)):
-        tally.note(f"transformers' {report.model_class} drops {summarize(dropped)}, which engines load")
+        result.note(f"transformers' {report.model_class} drops {summarize(dropped)}, which engines load")
     extra = [name for name in report.unexpected if name not in promised]
     yield wrong(f"only tensors of {of_class}", "the class has no such tensor, so transformers drops it", names=extra)
     for spec in specs:

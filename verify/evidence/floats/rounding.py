@@ -89,7 +89,7 @@ class FloatWeights:
 @once
 def float_weights(subject: Subject) -> FloatWeights:
     """The weights in floats of 8 or 4 bits that are plain in the source. Raises CkptkitError."""
-    if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
+    if subject.kind == "megatron" or subject.source is None or is_quantized(subject.source.config):
         return FloatWeights()
     checkpoint = subject.checkpoint
     if not is_quantized(checkpoint.config):

@@ -42,7 +42,7 @@ def stored_floats_of(subject: Subject) -> tuple[Floats | None, list[StoredWeight
     """The formats of an HF checkpoint's weights in floats, None without any or if unsupported, and those weights."""
     floats = None
     with suppress(CkptkitError):
-        floats = None if subject.is_megatron else floats_of(subject.hf_files.config)
+        floats = None if subject.kind == "megatron" else floats_of(subject.hf_files.config)
     return floats, [] if floats is None else list(floats.weights(subject.hf_files.specs))
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, setting_differences
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.runner import ask
 
 PREPROCESSOR, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
@@ -26,7 +26,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "feature_extractor": (PREPROCESSOR,),
     VIDEO_PART: (VIDEO, PREPROCESSOR),
 }
-_BUILDING_HERE = "building the processor"
+_BUILDING_HERE = Phase("building the processor")
 _SCRATCH = re.compile(r"\S*ckptkit-processor-\w+")
 _LIMIT_S = 180
 _NESTED = {  # parts by the key of processor_config.json that transformers 5 saves them under
@@ -177,11 +177,11 @@ class Built:
     refused: str = ""
 
 
-def run(job: SettingsJob, phases: PhaseLog) -> Built:
+def run(job: SettingsJob, phases: ExitReport) -> Built:
     """Builds both processors and compares their attributes."""
     phases.enter(Phase("building the processor to compare with"))
     there = _Processor(job.part, job.there, job.models[1], job.here)
-    phases.enter(Phase(_BUILDING_HERE))
+    phases.enter(_BUILDING_HERE)
     here = _Processor(job.part, job.here, job.models[0], job.there)
     both = {key: (here.value(key), there.value(key)) for key in {**there.settings, **here.settings}}
     known = here.arguments | there.arguments | (here.settings.keys() & there.settings.keys())

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import words_of
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, run_job
 from ckptkit.verify.witnesses.runner import ask
 
 _LIMIT_S = 60
@@ -81,7 +81,7 @@ def render_templates(templates: Sequence[str], tokens: Mapping[str, str]) -> Ren
     return answer.require("transformers did not render the chat templates, which are stored in two texts")
 
 
-def run(job: TemplateJob, phases: PhaseLog) -> RenderedTemplates:
+def run(job: TemplateJob, phases: ExitReport) -> RenderedTemplates:
     """Renders every conversation with every setting, with and without a tool."""
     cases = [
         (f"{name}{' with a tool' if tools else ''}", list(messages), tools, settings)

@@ -12,11 +12,11 @@ from typing import Any
 
 from ckptkit.core.printable import shortened
 from ckptkit.verify.evidence.side_files import TOKENIZER
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.runner import ask
 
 LIBRARIES = ("tokenizers", "transformers")
-_LOADING_HERE = "loading the tokenizer"
+_LOADING_HERE = Phase("loading the tokenizer")
 _LIMIT_S = 180
 _TOKENS = 400  # tokens of the vocabulary that are decoded, one by one and in a row
 _SHOWN = 12  # printed ids of a text
@@ -138,12 +138,12 @@ def _split(tokenizer: Any, text: str) -> list[str]:
     return [piece for piece, _ in pieces]
 
 
-def run(job: TextJob, phases: PhaseLog) -> TextAnswer:
+def run(job: TextJob, phases: ExitReport) -> TextAnswer:
     """Loads both tokenizers and compares them."""
     is_same = job.here == job.there
     phases.enter(Phase(f"loading {job.there}"))
     there = _Loaded(Path(job.there), LIBRARIES[0] if is_same else job.library, around=not is_same)
-    phases.enter(Phase(_LOADING_HERE))
+    phases.enter(_LOADING_HERE)
     here = _Loaded(Path(job.here), job.library, around=not is_same)
     phases.enter(Phase("encoding texts"))
     if is_same:  # compares a class of transformers with tokenizer.json for words: rarer texts may differ

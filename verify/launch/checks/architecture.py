@@ -14,7 +14,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import is_legacy
 from ckptkit.verify.checks.config.arguments import differing, mismatches
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -64,15 +64,15 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
 
 
 @check("CK740", needs=("sound headers",), applies_to=_roles)
-def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def one_architecture(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares names and shapes of tensors, and stored arguments, with --hf-checkpoint, or else with the first side."""
     config, sides = _roles(subject)
     first, hf = sides[0], job_of(subject).hf
     source = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
     for side in sides if config else sides[1:]:
-        tally.compared()
+        result.compared()
         if why := _incomparable(side, None if config else first):
-            tally.note(f"architectures were not compared: {why}")
+            result.note(f"architectures were not compared: {why}")
             continue
         try:
             tensors, arguments = _from_config(side, config, hf) if config else _from_side(first, side)
@@ -111,7 +111,7 @@ def _incomparable(side: Side, first: Side | None) -> str | None:
 def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Differences:
     """The differences of a side from the launch's config. Raises CkptkitError if the side cannot be read."""
     critic, path = side.role == "critic", side.path or Path()
-    if side.is_hf:
+    if side.kind == "hf":
         expected, actual = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
         pairs = [(name, str(expected.get(name)), str(actual.get(name))) for name in sorted({**expected, **actual})]
         return [], _for_role((one for one in pairs if expected.get(one[0]) != actual.get(one[0])), critic)
@@ -130,7 +130,7 @@ def _from_side(first: Side, side: Side) -> _Differences:
     expected, actual = ({name: spec.shape for name, spec in one.items()} for one in specs)
     critic = side.role == "critic"
     tensors = _different_shapes(expected, actual, critic)
-    if side.is_hf:
+    if side.kind == "hf":
         # Packed tensors have different names.
         return [name for name in tensors if name in expected and name in actual], []
     args = [one.megatron_files.args for one in subjects]
@@ -170,18 +170,18 @@ def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
         raise NotApplicable("the launch does not show which Megatron class it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
         raise NotApplicable("custom code builds the model")
-    if sides := [side for side in job.sides if side.path and side.is_megatron and not is_legacy(side.path)]:
+    if sides := [side for side in job.sides if side.path and side.kind == "megatron" and not is_legacy(side.path)]:
         return job, sides
     raise NotApplicable("the launch loads no checkpoint in torch_dist")
 
 
 @check("CK748", applies_to=_megatron_sides)
-def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def class_matches(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Checks for HybridModel with a layer pattern, else GPTModel, as Megatron-LM; and that it supports the config."""
     job, sides = _megatron_sides(subject)
     is_hybrid = stored_pattern(job.arguments.known) is not None
     for path in dict.fromkeys(side.path for side in sides if side.path):
-        tally.compared()
+        result.compared()
         yield from _other_class(path, is_hybrid)
     config = engine_config(job.hf) if is_hybrid and job.hf else {}
     if config:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.converters.config.dims import ModelDims
 from ckptkit.formats.hf.side_files import quantization_of
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -161,7 +161,7 @@ def _placement(subject: Subject) -> GpuPlacement:
 
 
 @check("CK722", applies_to=_placement)
-def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def gpus_divide(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares nodes x GPUs with tp x pp x cp and ep x etp x pp of every role, and sizes of roles in one process.
 
     Then divides the model's heads, experts and FP8 blocks by the ranks of engines, and of trainers without Megatron.
@@ -172,7 +172,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
     if not (groups or placement.issues or cuts):
         raise CannotCheck("the number of GPUs or a parallel size is unknown", "CK717")
-    tally.compared(max(len(cuts) + sum(len(group.products) for group in groups) + len(placement.issues), 1))
+    result.compared(max(len(cuts) + sum(len(group.products) for group in groups) + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
     yield from placement.issues

@@ -10,7 +10,7 @@ from ckptkit.converters.blocks.latent_attention import WITHOUT_FLAG
 from ckptkit.converters.config.dims import ModelDims
 from ckptkit.converters.megatron.arguments import LLAMA3_FACTOR, comparable_args
 from ckptkit.verify.checks.config.arguments import compared, mismatches
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -46,7 +46,7 @@ def _job(subject: Subject) -> Job:
 
 
 @check("CK718", applies_to=_job)
-def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def model_described(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares every argument that describes the model, Megatron's defaults included.
 
     If the launch does not describe its model, or has unresolved words, only the given arguments are compared.
@@ -54,31 +54,31 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     job, root = _job(subject), engine_directory(subject)
     given, config = job.arguments, engine_config(root)
     for refused in given.refused:
-        tally.compared()
+        result.compared()
         actual = f"{refused.option} {refused.word.text} (at {refused.word.place})"
         hint = "correct the value, at which argparse stops the trainer"
         yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
     if not config:
         raise CannotCheck("--hf-checkpoint has no readable config.json", "CK714", "CK101")
-    dims, args = _dims(config, given, tally), given.known
+    dims, args = _dims(config, given, result), given.known
     expected = comparable_args(dims)
     is_complete = given.describes_model and not given.anything
     args = args if is_complete else {name: args.get(name, value) for name, value in expected.items()} | args
     args |= {name: expected.get(name) for name in given.unknown}
     args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
-    tally.compared(compared(dims))
+    result.compared(compared(dims))
     for name, expected_value, actual in mismatches(dims, args):
         if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
             yield _issue(name, expected_value, actual, given, root)
     if code := [one.word.text for one in options_of(job.text.words) if one.name in MODULES]:
-        tally.note(f"only the arguments were checked, not the code of {'; '.join(code)}")
+        result.note(f"only the arguments were checked, not the code of {'; '.join(code)}")
 
 
-def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDims:
+def _dims(config: Mapping[str, Any], given: Arguments, result: CheckResult) -> ModelDims:
     """The model of the release, without the multi-token prediction layers that the launch does not train."""
     dims = engine_dims(config)
     if dims.mtp_layers and not given.value("mtp_num_layers", 0):
-        tally.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
+        result.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
         return replace(dims, mtp_layers=0)
     return dims
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ckptkit.converters.config.values import language_part
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -38,15 +38,15 @@ def _job(subject: Subject) -> Job:
 
 
 @check("CK721", applies_to=_job)
-def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def text_sound(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Faults of the text, such as line continuations, and names one or two letters from one of a known release."""
     job = _job(subject)
-    tally.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
+    result.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
     names = job.stack.names()
     known, seen = names.keys() | OPTIONS | engine_settings(), set[str]()
     if len(job.written) > _MAX_NAMES:
-        tally.note(f"only the first {_MAX_NAMES} of {len(job.written)} options were checked for misspellings")
+        result.note(f"only the first {_MAX_NAMES} of {len(job.written)} options were checked for misspellings")
     for name, word in islice(job.written.items(), _MAX_NAMES):
         for part in _parts(name):
             bare = part.strip("-")
@@ -80,9 +80,9 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
 
 
 @check("CK746", applies_to=_combinations)
-def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def options_go_together(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Batch sizes, rollouts of a resumed run, adapters, and conflicts that a trainer only logs."""
-    tally.compared()
+    result.compared()
     yield from _combinations(subject)
 
 
@@ -99,11 +99,11 @@ def _described(subject: Subject) -> Arguments:
 
 
 @check("CK719", applies_to=_described)
-def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def switches_alike(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _described(subject)
     yield from (*_dropout(given), *_precision(given, subject), *_attention(given), *_experts(given))
-    tally.compared(6)
+    result.compared(6)
 
 
 def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str) -> Issue:
@@ -165,12 +165,12 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
 
 
 @check("CK724", applies_to=_asked)
-def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def template_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares --apply-chat-template with the templates of --hf-checkpoint, and stop ids with its vocabulary."""
     template, ids = _asked(subject)
     root = engine_directory(subject)
     files = SideFiles(root)
-    tally.compared(len(ids) + (template is not None))
+    result.compared(len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:
         expected = f"a chat template, since {template.place} has {_TEMPLATE}"
         actual = "no template in chat_template.jinja, tokenizer_config.json or chat_template.json"

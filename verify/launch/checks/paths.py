@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -33,10 +33,10 @@ def _sides(subject: Subject) -> Sequence[Side]:
 def _check_paths(code: str) -> None:
     """Registers the check that reports the path issues of this code."""
 
-    def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    def paths_found(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         """Issues of paths, once for all sides that load them."""
         sides = _sides(subject)
-        tally.compared(len(sides))
+        result.compared(len(sides))
         issues = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for reported_by, issue in issues if reported_by == code)
 
@@ -48,7 +48,9 @@ def _packed(job: Job) -> Iterator[PathIssue]:
 
     Megatron-Bridge unpacks those of Kimi K2 and of gpt-oss (`kimi_bridge.py`, `gpt_oss_bridge.py`).
     """
-    trains = [side for side in job.sides if side.role in ("reference", "critic", "actor") and side.is_hf and side.path]
+    trains = [
+        side for side in job.sides if side.role in ("reference", "critic", "actor") and side.kind == "hf" and side.path
+    ]
     for side in {side.path: side for side in reversed(trains)}.values() if job.adapter is None else ():
         path = side.path or Path()
         config = engine_config(path)
@@ -74,14 +76,14 @@ def _job(subject: Subject) -> Job:
 
 
 @check("CK717", applies_to=_job)
-def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def arguments_read(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Options with a checkpoint, a parallel size or a file of settings, and Hydra overrides."""
     job = _job(subject)
-    tally.compared(len(job.text.words) or 1)
+    result.compared(len(job.text.words) or 1)
     for note in job.notes:
-        tally.note(note)
+        result.note(note)
     if lines := job.unread:
-        reason, tally.facts[NOT_READ] = _unread(lines)
+        reason, result.facts[NOT_READ] = _unread(lines)
         raise CannotCheck(f"a part of the launch could not be read: {reason}")
     yield from ()
 

@@ -11,7 +11,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.online.served import served
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -47,7 +47,7 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
 
 
 @check("CK709", applies_to=_rounding)
-def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def training_rounds_alike(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares group size, bits and symmetry of `quantization_config` with the launch's variables."""
     root, options = _rounding(subject)
     config, where = engine_config(root), str(root / "config.json")
@@ -62,7 +62,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     weights, given = weights_of(config), _variables(subject)
     expected_values = _FAKE_QUANTIZATION | ({} if options.qat_group is None else {"group_size": options.qat_group})
     for key, expected_value in expected_values.items():
-        tally.compared()
+        result.compared()
         if weights.get(key) != expected_value:
             is_group = key == "group_size"
             hint = "quantize the checkpoint again with `ckptkit quantize`"
@@ -94,12 +94,12 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
 
 
 @check("CK715", applies_to=_updated)
-def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def updates_taken(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Schemes that `OnlineQuantizer` refuses, such as zero points, partly packed layers and several groups."""
     root, config = _updated(subject)
-    tally.compared()
+    result.compared()
     try:
-        tally.compared(len(served(config, stated_scheme(config), root).packed))
+        result.compared(len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can load at every update"
         yield Issue(expected, error.message, error.hint or "quantize the checkpoint again", file=root)
@@ -121,13 +121,13 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
 
 
 @check("CK747", applies_to=_sent)
-def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def format_is_sent(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Checks `quant_method` of --hf-checkpoint, two keys of FP8 that both trainers assert, and SGLang's own option.
 
     Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
     root, content, option = _sent(subject)
-    tally.compared()
+    result.compared()
     if job_of(subject).stack.name == "verl":
         yield from _verl_format(job_of(subject), root, content)
         return
@@ -149,7 +149,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         # slime passes mxfp4 through on purpose; whether the engine accepts BF16 then was not tested.
         yield Issue(expected, actual, hint, file=where, severity=warning_if(method == "mxfp4"))
     for key, expected_value, default, hint in _ASSERTED if method == "fp8" else ():
-        tally.compared()
+        result.compared()
         if (value := content.get(key, default)) != expected_value:
             actual = f"{key} is not set" if value is None else f"{key} = {shortened(value)}"
             yield Issue(f"{key} = {expected_value}, which slime and miles require", actual, hint, file=where)

@@ -15,7 +15,7 @@ from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -44,7 +44,7 @@ def _pairs(subject: Subject) -> list[_Pair]:
 
 
 @check("CK723", needs=("sound headers",), applies_to=_pairs)
-def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def same_weights(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares the tensors that both formats store alike: by digests of the manifests, by lineage, or by samples."""
     skipped: list[str] = []
     for pair in _pairs(subject):
@@ -52,31 +52,31 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         here, there = (locate(side.path or Path()) for side in pair)
         digests = _digest_pairs(here, there)
         if differ_in_architecture(subject, first, second):
-            tally.compared()  # CK740 reports it
+            result.compared()  # CK740 reports it
         elif digests is not None:
-            _count(tally, "digests of weights", len(digests))
+            _count(result, "digests of weights", len(digests))
             if names := [name for name, digest, other in digests if digest != other]:
                 actual = f"{len(names)} of {len(digests)} tensors with the same dtype and shape differ"
                 yield _difference(pair, (here, there), "digests", actual, names, _unrelated(subject, pair))
         elif _is_made_from(here, there) or _is_made_from(there, here):
-            _count(tally, "digests of weights")
+            _count(result, "digests of weights")
         elif here.legacy or there.legacy:
             diff = f"`ckptkit diff {here.path} {there.path}` compares them"
             skipped.append(f"{first.role} and {second.role}, since one is in Megatron's legacy format; {diff}")
         else:
-            yield from _by_samples(subject, pair, (here, there), tally, skipped)
+            yield from _by_samples(subject, pair, (here, there), result, skipped)
     for line in skipped:
-        tally.note(f"not compared: {line}")
+        result.note(f"not compared: {line}")
     paths = {side.path for pair in _pairs(subject) for side in pair}
     others = [side.role for side in job_of(subject).sides_with_weights() if side.path not in paths]
-    tally.facts[NOT_COMPARED] = [*skipped, *others]
-    if skipped and not tally.tensors:
+    result.facts[NOT_COMPARED] = [*skipped, *others]
+    if skipped and not result.tensors_compared:
         raise CannotCheck(f"not compared: {skipped[0]}", "CK723")
 
 
-def _count(tally: Tally, comparison: str, tensors: int = 1, nbytes: int = 0) -> None:
-    tally.compared(tensors, nbytes)
-    tally.facts.setdefault(COMPARED, []).append(comparison)
+def _count(result: CheckResult, comparison: str, tensors: int = 1, nbytes: int = 0) -> None:
+    result.compared(tensors, nbytes)
+    result.facts.setdefault(COMPARED, []).append(comparison)
 
 
 def _difference(
@@ -92,7 +92,9 @@ def _difference(
     return Issue(expected, actual, hint, names=names, file=here.path, severity=severity, as_one=True)
 
 
-def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, skipped: list[str]) -> Iterator[Issue]:
+def _by_samples(
+    subject: Subject, pair: _Pair, places: _Places, result: CheckResult, skipped: list[str]
+) -> Iterator[Issue]:
     """Compares samples of two sides, or adds a line to `skipped` if there is nothing to compare."""
     here, there = _subjects(subject, pair)
     roles, diff = f"{pair[0].role} and {pair[1].role}", f"`ckptkit diff {places[0].path} {places[1].path}` compares all"
@@ -107,10 +109,10 @@ def _by_samples(subject: Subject, pair: _Pair, places: _Places, tally: Tally, sk
         skipped.append(f"{roles}, since they have no tensor of the same dtype and shape{reasons}; {diff}")
         return
     count = len(samples.compared)
-    _count(tally, "samples of weights", count, samples.nbytes)
-    tally.note(f"{roles}: compared samples of {count} tensors, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
+    _count(result, "samples of weights", count, samples.nbytes)
+    result.note(f"{roles}: compared samples of {count} tensors, {samples.nbytes / 1e6:.1f} MB of each; {diff}")
     if samples.left_out:
-        tally.note(f"{roles}: not compared{reasons.replace(';', ':', 1)}")
+        result.note(f"{roles}: not compared{reasons.replace(';', ':', 1)}")
     if samples.differing:
         actual = f"{len(samples.differing)} of {count} sampled tensors differ"
         yield _difference(pair, places, "bytes", actual, samples.differing, samples.unrelated)
@@ -131,7 +133,7 @@ def _subjects(subject: Subject, pair: _Pair) -> tuple[Subject, Subject]:
 
 def _stored(side: Subject) -> Stored:
     """The tensors of a directory. Raises CkptkitError if `.metadata` cannot be read."""
-    return side.hf_files if side.is_hf else side.megatron_files.opened
+    return side.hf_files if side.kind == "hf" else side.megatron_files.opened
 
 
 def _stored_alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
@@ -139,7 +141,7 @@ def _stored_alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
     if here.kind == there.kind:
         yield from (SamplePair(name, name) for name in here.specs)
         return
-    hf, megatron = (here, there) if here.is_hf else (there, here)
+    hf, megatron = (here, there) if here.kind == "hf" else (there, here)
     for hf_name, name, is_padded in _copied(engine_config(hf.path), hf.specs, megatron.specs):
         yield SamplePair(*((hf_name, name) if here is hf else (name, hf_name)), is_padded)
 
@@ -151,13 +153,13 @@ def _digest_pairs(here: Location, there: Location) -> list[_Digests] | None:
         return None
     if here.kind == there.kind:
         return [(name, first.get(name), second.get(name)) for name in {**first, **second}] or None
-    hf, hf_digests, digests = (there.path, second, first) if here.is_megatron else (here.path, first, second)
+    hf, hf_digests, digests = (there.path, second, first) if here.kind == "megatron" else (here.path, first, second)
     pairs: list[_Digests] = []
     for hf_name, name, _ in _copied(engine_config(hf), hf_digests, digests):
         one, other = hf_digests.get(hf_name), digests.get(name)
         # Padding and another dtype are not a difference. Other checks report missing tensors.
         if one and other and (one.dtype, one.shape) == (other.dtype, other.shape):
-            pairs.append((name, other, one) if here.is_megatron else (hf_name, one, other))
+            pairs.append((name, other, one) if here.kind == "megatron" else (hf_name, one, other))
     return pairs or None
 
 

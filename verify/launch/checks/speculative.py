@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.quant.engines.drafts import registries
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -42,14 +42,14 @@ def _speculation(subject: Subject) -> Speculation:
 
 
 @check("CK745", applies_to=_speculation)
-def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def draft_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Checks the draft model, its class and sizes, or else the model's own draft layers.
 
     Source: SGLang `arg_groups/speculative_hook.py`, `configs/model_config.py` (_config_draft_model); vLLM
     `config/speculative.py` (SpeculativeConfig).
     """
     speculation = _speculation(subject)
-    tally.compared()
+    result.compared()
     if speculation.draft is not None:
         draft = Path(speculation.draft)
         # vLLM also accepts the name of a method, or of a module.

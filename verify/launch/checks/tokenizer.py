@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.check import CheckResult, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -30,20 +30,20 @@ def _engine(subject: Subject) -> SideFiles:
 
 
 @check("CK716", applies_to=_engine)
-def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def one_tokenizer(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """Compares the HF directory with `hf/` next to the Megatron weights, as CK708. Other templates are a warning."""
     engine, option = _engine(subject), job_of(subject).hf_option
-    tally.compared()
+    result.compared()
     if not engine.has_tokenizer:
         yield _missing(subject, engine)
         return
-    sides = [side for side in job_of(subject).sides if side.is_megatron and side.path]
+    sides = [side for side in job_of(subject).sides if side.kind == "megatron" and side.path]
     for root in dict.fromkeys(side.path.parent / "hf" for side in sides if side.path):
         trainer = SideFiles(root)
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():
             continue
         try:
-            tally.compared()
+            result.compared()
             for one in text_differences(trainer, engine, f"in {option}"):
                 # Differences of presentation are correct if the weights were trained further.
                 hint = _FURTHER if one.is_presentation else _HINT.format(option)

@@ -65,7 +65,7 @@ def read(launch: Launch) -> Job:
     actor = _resume(settings, start, megatron) if start else None
     sides = [actor, *(replace(start, role=role) for role in roles[1:])] if start else []
     # Weights of pretrained_checkpoint may belong to another model than config and tokenizer.
-    is_copy = megatron and start is not None and start.is_megatron and not prefix
+    is_copy = megatron and start is not None and start.kind == "megatron" and not prefix
     engine = _engine(settings)
     sizes, arguments, cuts = None, engine.sizes, list[ModelSplit]()
     if megatron:

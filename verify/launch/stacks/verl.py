@@ -84,7 +84,7 @@ def read(launch: Launch) -> Job:
     # At the start of a run Megatron weights are those of `model.path` too.
     actor = first["actor"]
     sharing = [("actor", "reference")] if actor and first.get("reference") else []
-    sharing += [("actor", ENGINE)] if actor and actor.is_megatron else []
+    sharing += [("actor", ENGINE)] if actor and actor.kind == "megatron" else []
     return Job(
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),

@@ -21,10 +21,10 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
 from ckptkit.verify.witnesses.live.server import Held, LiveAdapter, NotTried, RefusedByEngine, Server
 from ckptkit.verify.witnesses.process.codec import save
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 
 
-def run(job: EngineJob, phases: PhaseLog) -> None:
+def run(job: EngineJob, phases: ExitReport) -> None:
     """Starts the engine and runs the job; saves the report after each step. Raises the engine's exceptions."""
     phases.enter(Phase("starting the engine"))
     adapter: LiveAdapter = import_module(job.adapter)
@@ -36,7 +36,7 @@ def run(job: EngineJob, phases: PhaseLog) -> None:
         server.stop()
 
 
-def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> Iterator[EngineReport]:
+def _reports(job: EngineJob, server: Server, phases: ExitReport, version: str) -> Iterator[EngineReport]:
     """The report after the first answers and after each step; the last one is complete."""
     phases.enter(Phase("reading back the engine's weights"))
     first = server.held() if job.reloads else {}

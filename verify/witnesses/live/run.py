@@ -119,7 +119,7 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     on_cpu = engine.cpu_package is not None and interpreter_of(engine, subject).release(engine.cpu_package) is not None
     if not on_cpu:
         require(engine, subject)
-    if subject.is_megatron:
+    if subject.kind == "megatron":
         raise CannotCheck("an engine serves HF directories: convert this one (`ckptkit convert`) and verify the result")
     if (sizes := engine_sizes(engine, subject)) is None:
         raise CannotCheck(f"{engine.label} does not support these sizes: {engine.sizes}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.verify.quirks import installed, quirks
 from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Engine(Protocol):
     LOAD: Phase  # exceptions are the engine's verdict on the weights
     REPACK: Phase  # exceptions are the verdict of its kernels
 
-    def build(self, wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
+    def build(self, wanted: ModelBuild, loading: Loading, phases: ExitReport) -> nn.Module:
         """Builds the model, with `loading` as its default loader. Raises CkptkitError without a draft model."""
 
     def run_after_loading(self, model: nn.Module, watch: Watch) -> None:

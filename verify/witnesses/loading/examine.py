@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.printable import one_line
+from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.loading.bits import difference, poison
 from ckptkit.verify.witnesses.loading.compare import Loaded
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
-from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout
 from ckptkit.verify.witnesses.loading.names import draft_names
 from ckptkit.verify.witnesses.loading.placement import Placement
 from ckptkit.verify.witnesses.loading.trace import Trace
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 
 COMPARE = Phase("comparing what was loaded")
 
@@ -30,7 +31,7 @@ COMPARE = Phase("comparing what was loaded")
 def examine(
     engine: Engine,
     build: ModelBuild,
-    phases: PhaseLog,
+    phases: ExitReport,
     model: nn.Module,
     weights: Weights,
     device: torch.device,
@@ -81,11 +82,11 @@ def examine(
     return loaded
 
 
-def _with_steps(weights: Weights, phases: PhaseLog) -> Iterator[tuple[str, Tensor]]:
+def _with_steps(weights: Weights, phases: ExitReport) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        phases.step(f"the last tensor it was given: {name}")
+        phases.step = f"the last tensor it was given: {name}"
         yield name, tensor
-    phases.step("by then it had been given every tensor")
+    phases.step = "by then it had been given every tensor"
 
 
 def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state if tensor.data_ptr() not in shared}
 
 
-def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
+def _repack(loaded: Loaded, phases: ExitReport, target: Loaded | None) -> None:
     """Repacks the model step by step, as its engine does. Parameters without a layout must not change."""
     engine, report = loaded.engine, loaded.report
     names = {tensor.data_ptr(): name for name, tensor in reversed([*loaded.tensors.items()]) if tensor.numel()}
@@ -105,7 +106,7 @@ def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
 
     @contextmanager
     def watch(name: str, module: nn.Module, layout: Layout | None) -> Iterator[None]:
-        params, compare = layout(module) if layout else ((), LayerOutcome)
+        params, compare = layout(module) if layout else ((), lambda: iter(()))
         unlisted = {  # parameters and buffers without a layout: the name in the model and a copy, by the name here
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -115,17 +116,23 @@ def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
         yield
         phases.enter(COMPARE)
         touched = {full for parameter, (full, copy) in unlisted.items() if _has_changed(module, parameter, copy)}
-        outcome = compare()
-        places = {f"{name}.{place}": what for place, what in outcome.differences.items()}
-        wrong.extend(Observation(place, place, what) for place, what in places.items())
+        unknown = ""
+        try:
+            for seen in compare():
+                place = f"{name}.{seen.param}"
+                if seen.change is None:
+                    wrong.append(replace(seen, tensor=place, param=place))
+                else:
+                    report.requantized[place] = max(seen.change, report.requantized.get(place, 0.0))
+        except CannotCheck as why:
+            unknown = str(why)
         unlisted_names = {full for full, _ in unlisted.values()}
         compared.update(unlisted_names, (f"{name}.{parameter}" for parameter in params))
         changed.update(touched)
-        if outcome.unknown and not params:
+        if unknown and not params:
             free.update(unlisted_names)
-        if outcome.unknown and (touched or params):
-            report.unchecked += (f"{name}: {outcome.unknown}",)
-        report.requantized |= {f"{name}.{parameter}": part for parameter, part in outcome.requantized.items()}
+        if unknown and (touched or params):
+            report.unchecked += (f"{name}: {unknown}",)
 
     engine.run_after_loading(loaded.model, watch)
     after = replace(loaded, tensors=_tensors_of(loaded.model, target), report=replace(report, equal={}, differing=()))

@@ -61,6 +61,7 @@ class Observation:
     is_absent: bool = False  # the engine has no such parameter, as a rank lacks those of other layers
     is_dropped: bool = False  # the engine was given the tensor and wrote no element of it
     is_partial: bool = False  # the engine wrote some elements of the tensor, and not all
+    change: float | None = None  # the largest of a parameter in other scales, relative to a block's largest value
     original: str | None = None  # the target's tensor that a draft model uses instead of this copy
 
 
@@ -91,7 +92,7 @@ class LoadReport:
     repacked: tuple[Observation, ...] | None = None  # faults after repacking, or None if it did not run
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()  # parameters repacked into a layout that ckptkit does not know
-    # Parameters that repacking rounded to other scales, and their largest change relative to a block's largest value.
+    # The largest `change` of each parameter that repacking rounded to other scales.
     requantized: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -37,7 +37,7 @@ from ckptkit.verify.witnesses.loading.examine import examine
 from ckptkit.verify.witnesses.loading.job import LoadJob
 from ckptkit.verify.witnesses.loading.names import draft_prefixes
 from ckptkit.verify.witnesses.process.codec import load_record, save
-from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
 
 Wanted = Callable[[str], bool]  # by a tensor's name
 
@@ -45,7 +45,7 @@ Wanted = Callable[[str], bool]  # by a tensor's name
 def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
     """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update."""
     location = locate(job.checkpoint)
-    if location.is_hf:
+    if location.kind == "hf":
         path = location.path
         config, is_fused_shared = read_json(path / "config.json"), engine.FACTS.fuses_shared(HfCheckpoint(path).specs)
         reference = partial(safetensors_of, path)
@@ -99,7 +99,7 @@ def source_of(path: Path) -> Checkpoint:
 def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weights) -> None:
     """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine."""
     report = Path(job.report)
-    with PhaseLog(report) as phases:
+    with ExitReport(report) as phases:
         engine: Any = import_module(job.adapter)
         build = build_of(job, engine)
         target = load(engine, build, alter, phases)
@@ -113,7 +113,7 @@ def load(
     engine: Engine,
     build: ModelBuild,
     alter: Callable[[Weights], Weights],
-    phases: PhaseLog,
+    phases: ExitReport,
     target: Loaded | None = None,
 ) -> Loaded:
     """Has an engine build and load a model, or the draft model of `target`. Raises as the engine does."""

@@ -47,7 +47,7 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> Answer[LoadReport]:
-    source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
+    source = subject.source_path if subject.kind == "megatron" and subject.source_is_hf else None
     if source is not None and is_quantized(read_config(source)):
         source = None
     sizes = engine_sizes(engine, subject) or ONE_RANK
@@ -110,7 +110,7 @@ def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
     """Raises CannotCheck for a Megatron checkpoint of a vision model without the tensors of its tower."""
     carried = family_of(config).passthrough
-    if subject.is_hf or not carried or "vision_config" not in config:
+    if subject.kind == "hf" or not carried or "vision_config" not in config:
         return
     opened = open_megatron(subject.location, subject.hf_path)
     if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:

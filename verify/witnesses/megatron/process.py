@@ -33,7 +33,7 @@ from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from ckptkit.verify.witnesses.megatron.slices import Position, compare_all, layers_of_chunk
 from ckptkit.verify.witnesses.process import codec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 from ckptkit.verify.witnesses.reference.job import Judged, judged_logits
 
 with importing_megatron():
@@ -50,7 +50,7 @@ with importing_megatron():
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
     """The global Megatron tensors to compare with, named as in `dialect`, of an HF directory or a Megatron one."""
     location = locate(source)
-    if location.is_hf:
+    if location.kind == "hf":
         return to_megatron(plain(location.path), str(source), dialect=dialect)
     opened = open_megatron(location, hf)
     if dialect_of(opened.config, opened.specs) == dialect:
@@ -176,7 +176,7 @@ def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged
 
 def _run(job: RankJob) -> None:
     report = Path(job.report)
-    with PhaseLog(report) as phases:
+    with ExitReport(report) as phases:
         codec.save(witness(job, phases.enter), report)
     torch.distributed.destroy_process_group()
 

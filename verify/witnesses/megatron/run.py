@@ -53,7 +53,7 @@ class MegatronRun:
 
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
-    if subject.is_hf:
+    if subject.kind == "hf":
         raise CannotCheck("an HF directory: convert it (`ckptkit convert`), then verify the result with --source")
     megatron = megatron_interpreter(subject)
     if not megatron.has("megatron") or not megatron.has("megatron.core"):
@@ -65,31 +65,31 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise CannotCheck(
             f"verify cannot split this model's norms over more than {dims.groups} ranks: pass less as --tp"
         )
-    given = subject.options.megatron
-    refused = [option for option in given.given() if option in _REFUSED]
+    options = subject.options
+    refused = [option for option in options.of_megatron if option in _REFUSED]
     if refused and subject.megatron_files.hybrid:
         hint = (
             "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel"
         )
         raise UsageError(f"Megatron-LM refuses {', '.join(refused)} for this HybridModel", hint)
-    etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
+    etp = default_etp(subject.tp, subject.ep) if options.etp is None else options.etp
     sizes = ParallelSizes(
         subject.tp,
-        subject.options.pp,
+        options.pp,
         subject.ep,
         etp if dims.experts else 1,
-        subject.options.vpp,
-        given.decoder_first_pipeline_num_layers,
-        given.decoder_last_pipeline_num_layers,
-        given.account_for_embedding_in_pipeline_split,
-        given.account_for_loss_in_pipeline_split,
-        given.pipeline_layout,
-        given.cp,
+        options.vpp,
+        options.decoder_first_pipeline_num_layers,
+        options.decoder_last_pipeline_num_layers,
+        options.account_for_embedding_in_pipeline_split,
+        options.account_for_loss_in_pipeline_split,
+        options.pipeline_layout,
+        options.cp,
     )
     staged = staged_dims(subject)
     sizes = with_remainder(with_chunks(sizes), staged.layers)
     check_sizes(sizes, staged)
-    if beyond := [rank for rank in given.ranks if not 0 <= rank < sizes.world]:
+    if beyond := [rank for rank in options.ranks if not 0 <= rank < sizes.world]:
         message = f"--ranks is {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)"
         raise CkptkitError(message, f"choose ranks from 0 to {sizes.world - 1}")
     return sizes
@@ -117,13 +117,13 @@ def run_megatron(subject: Subject) -> MegatronRun:
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     if subject.source is not None and subject.source_is_hf:
         to_megatron(subject.source, str(subject.source_path))
-    trainer = subject.options.megatron.trainer_loader
-    ranks = subject.options.megatron.ranks or range(sizes.world)
-    gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
+    trainer = subject.options.trainer_loader
+    ranks = subject.options.ranks or range(sizes.world)
+    gpu = not subject.options.ranks and not trainer and _on_gpus(sizes)
     at_once = 0
     if not gpu:
         each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
-        is_group = not subject.options.megatron.ranks and fits_together(sizes.world, each)
+        is_group = not subject.options.ranks and fits_together(sizes.world, each)
         at_once = 0 if is_group else ranks_at_once(each)
     if trainer:
         _check_trainer(subject, sizes, at_once)

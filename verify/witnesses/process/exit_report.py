@@ -57,55 +57,53 @@ class Phase:
     infrastructure: tuple[str, ...] = ()  # exceptions of these are about our set-up or the machine
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExitReport:
-    phase: str
-    message: str = ""
-    verdict: bool = False
+    """The phase that a witness is or ended in, in a file next to its report; its exception, if any.
+
+    The witness writes it as a phase begins and, as a context manager, on an exception.
+    """
+
+    report: Path  # of the witness
+    phase: Phase = Phase("starting")
+    step: str = ""  # of the phase
+    message: str = ""  # of the exception, with the step
+    verdict: bool = False  # the exception is the code under test's verdict on the checkpoint
 
     def __str__(self) -> str:
-        return f"while {self.phase}: {self.message}"
+        return f"while {self.phase.name}: {self.message}"
 
+    @property
+    def path(self) -> Path:
+        return self.report.with_suffix(".ending")
 
-def exit_report_path(report: Path) -> Path:
-    return report.with_suffix(".ending")
-
-
-def exit_report_of(report: Path) -> ExitReport:
-    """The exit report of the witness of `report`. Without a file it ended during its imports."""
-    path = exit_report_path(report)
-    return load_record(ExitReport, path) if path.exists() else ExitReport("importing its packages")
-
-
-class PhaseLog:
-    """Writes an `ExitReport` next to `report` as a phase begins and, as a context manager, on an exception."""
-
-    def __init__(self, report: Path) -> None:
-        self._path = exit_report_path(report)
-        self._phase = Phase("starting")
-        self._step = ""
+    def save(self) -> None:
+        save(self, self.path)
 
     def enter(self, phase: Phase) -> None:
-        self._phase, self._step = phase, ""
-        save(ExitReport(phase.name), self._path)
+        self.phase, self.step = phase, ""
+        self.save()
 
-    def step(self, what: str) -> None:
-        """Records a step of this phase, which is appended to the message of an exception."""
-        self._step = what
-
-    def __enter__(self) -> PhaseLog:
+    def __enter__(self) -> ExitReport:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            message = "; ".join(filter(None, [describe_error(error), self._step]))
-            save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
+            self.message = "; ".join(filter(None, [describe_error(error), self.step]))
+            self.verdict = is_verdict(error, self.phase)
+            self.save()
 
 
-def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
+def exit_report_of(report: Path) -> ExitReport:
+    """The exit report of the witness of `report`. Without a file it ended during its imports."""
+    missing = ExitReport(report, Phase("importing its packages"))
+    return load_record(ExitReport, missing.path) if missing.path.exists() else missing
+
+
+def run_job(kind: type[Any], run: Callable[[Any, ExitReport], Any]) -> None:
     """The main function of a witness: runs the job of the command line, and saves the report if `run` returns one."""
     job = load_record(kind, Path(sys.argv[1]))
-    with PhaseLog(Path(job.report)) as phases:
+    with ExitReport(Path(job.report)) as phases:
         if (report := run(job, phases)) is not None:
             save(report, Path(job.report))
 

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from ckptkit.converters.class_in_transformers import class_for, config_for, hub_offline
 from ckptkit.converters.lora_settings import APPLIED, FIELDS
 from ckptkit.core.specs import TensorSpec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 from ckptkit.verify.witnesses.reference.names import answer
 
@@ -40,7 +40,7 @@ _IN_MEMORY = re.compile(
 )
 
 
-def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
+def run(job: NamesJob, phases: ExitReport) -> NamesReport:
     """Loads names and shapes. PEFT's exception is `refused` in the report; names are as PEFT saves them."""
     return answer(job, phases, LOAD, load_adapter)
 

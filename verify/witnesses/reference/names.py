@@ -20,18 +20,18 @@ from ckptkit.converters.class_in_transformers import class_for, config_for, hub_
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, describe_error, is_verdict, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, describe_error, is_verdict, run_job
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
 BUILD = Phase("building the class in transformers", config_validators=("transformers", "huggingface_hub"))
 
 
-def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
+def run(job: NamesJob, phases: ExitReport) -> NamesReport:
     """Loads names and shapes. transformers' message about a config that it refuses is `refused` in the report."""
     return answer(job, phases, BUILD, load_names)
 
 
-def answer(job: NamesJob, phases: PhaseLog, phase: Phase, load: Callable[[NamesJob], NamesReport]) -> NamesReport:
+def answer(job: NamesJob, phases: ExitReport, phase: Phase, load: Callable[[NamesJob], NamesReport]) -> NamesReport:
     """The result of `load`, or `refused` with a verdict of the code under test in this phase."""
     transformers.logging.set_verbosity_error()
     phases.enter(phase)

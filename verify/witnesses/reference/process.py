@@ -25,7 +25,7 @@ from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.transformers_class import SETTINGS
 from ckptkit.quant.formats.floats.layout import E4M3
 from ckptkit.verify.evidence.plain import plain
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.reference.activations import rounded_inputs
 from ckptkit.verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged_logits
 from ckptkit.verify.witnesses.reference.prediction import predicted
@@ -35,7 +35,7 @@ COMPUTE = Phase("computing log-probabilities in transformers")
 _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 
 
-def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
+def run(job: ReferenceJob, phases: ExitReport) -> Reference:
     """Computes the answers. Raises CkptkitError if transformers would not hold the complete checkpoint."""
     checkpoint, home = as_hf(job.checkpoint, job.hf)
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -69,7 +69,7 @@ def _judge_prompts(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
     """The checkpoint as unquantized HF tensors, and the HF directory with its config, which may be `hf`."""
     location = locate(path)
-    if location.is_hf:
+    if location.kind == "hf":
         return plain(location.path), location.path
     megatron = open_megatron(location, hf)
     return to_hf(megatron, str(path)), megatron.hf_path

@@ -46,7 +46,7 @@ def run_prediction(subject: Subject) -> Reference:
     check_reference(subject, texts)
     numbers = sum(map(math.prod, expected_hf(config).values()))
     # Tensors that are dequantized or converted from Megatron are in memory twice while they are loaded.
-    twice = 2 if subject.is_megatron or is_quantized(config) else 0
+    twice = 2 if subject.kind == "megatron" or is_quantized(config) else 0
     free = free_memory()
     sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
     fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ckptkit.core.errors import CkptkitError, words_of
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.rollouts.recorded import RecordedSample
 from ckptkit.verify.witnesses.rollouts.run import RenderedPrompts, Rendering, RolloutJob
 
@@ -27,7 +27,7 @@ _UNRECORDED: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def run(job: RolloutJob, phases: PhaseLog) -> RenderedPrompts:
+def run(job: RolloutJob, phases: ExitReport) -> RenderedPrompts:
     """Renders prompts. Raises CkptkitError for messages without a template."""
     phases.enter(Phase("loading the tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained(job.home, trust_remote_code=False)

@@ -29,7 +29,7 @@ from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from ckptkit.verify.witnesses.loading.layouts.layout import Layout, fp8_blocks, unknown_layout
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
 from ckptkit.verify.witnesses.loading.names import has_nvfp4, is_unused_input_scale, is_unused_order
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
@@ -57,7 +57,7 @@ _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes with Marlin's kernel
 
 
-def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(wanted: ModelBuild, loading: Loading, phases: ExitReport) -> nn.Module:
     """Builds the model, with `loading` in place of SGLang's own. Raises CkptkitError without a draft model."""
     phases.enter(SET_UP)
     if not torch.cuda.is_available():

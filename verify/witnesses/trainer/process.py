@@ -24,7 +24,7 @@ from unittest.mock import MagicMock, patch
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase, run_job
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
@@ -88,7 +88,7 @@ class _AcceptedError(BaseException):
     """Ends a program that would begin its job now; no `except Exception` of the trainer catches it."""
 
 
-def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
+def run(job: TrainerJob, phases: ExitReport) -> TrainerAnswer:
     """Parses the words. Raises errors that are not about them, and CkptkitError if the trainer cannot run."""
     phases.enter(Phase("importing the trainer"))
     sys.addaudithook(_refuse_checkpoint_code)

@@ -22,7 +22,7 @@ from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch
 from ckptkit.verify.witnesses.loading.layouts import layout as layouts
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin
 from ckptkit.verify.witnesses.loading.names import cache_dtype, is_unused_input_scale, is_unused_order
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, Phase
 from ckptkit.verify.witnesses.vllm import platform
 from ckptkit.verify.witnesses.vllm.facts import QUIET, VLLM
 from ckptkit.verify.witnesses.vllm.platform import emulated_device as emulated_device
@@ -50,7 +50,7 @@ LOAD = Phase("loading the weights", ("vllm",), infrastructure=_INFRASTRUCTURE)
 REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), infrastructure=_INFRASTRUCTURE)
 
 
-def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(wanted: ModelBuild, loading: Loading, phases: ExitReport) -> nn.Module:
     """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
     phases.enter(SET_UP)
     os.environ.update(QUIET)

@@ -7,8 +7,7 @@ loading. This is no fault of the checkpoint or of the load; the report has the c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,13 @@ from torch import Tensor, nn
 from ckptkit.quant.formats.floats.decode import codes_and_scales
 from ckptkit.quant.formats.packing import unpack, unpack_zero_point
 from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
+from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.loading.bits import difference, first_wrong, unequal
+from ckptkit.verify.witnesses.loading.job import Observation
 
-
-@dataclass
-class LayerOutcome:
-    differences: dict[str, str] = field(default_factory=dict)  # by parameter; NAME[2] is expert 2 of all experts
-    requantized: dict[str, float] = field(default_factory=dict)  # the largest change of parameters in new scales, of 1
-    unknown: str | None = None  # the reason why something cannot be compared
-
-
-Compare = Callable[[], LayerOutcome]
+# Yields faults and changes of parameters by their names in the layer; NAME[2] is expert 2 of all experts. Raises
+# CannotCheck for a parameter in an unknown layout, after the others.
+Compare = Callable[[], Iterator[Observation]]
 # Copies a layer's parameters before repacking. Returns the names that it covers (none if unknown), and the comparison.
 Layout = Callable[[nn.Module], tuple[Collection[str], Compare]]
 
@@ -38,12 +33,16 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def unknown_layout(name: str) -> Layout:
     """The layout of a kernel or a quantization method that ckptkit does not know."""
-    return lambda module: ((), lambda: LayerOutcome(unknown=f"{name} has a layout that ckptkit does not know"))
+
+    def compare() -> Iterator[Observation]:
+        raise CannotCheck(f"{name} has a layout that ckptkit does not know")
+
+    return lambda module: ((), compare)
 
 
 def not_kept(names: Collection[str]) -> Layout:
     """Parameters that are read once and removed."""
-    return lambda module: (names, LayerOutcome)
+    return lambda module: (names, lambda: iter(()))
 
 
 def reordered(orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Layout:
@@ -53,9 +52,9 @@ def reordered(orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Layout:
         own = own_parameters(module)
         before = {name: own[name].clone() for name in orders if name in own}
 
-        def compare() -> LayerOutcome:
-            faults = (unlike(module, name, [orders[name](loaded)]) for name, loaded in before.items())
-            return LayerOutcome(dict(chain.from_iterable(faults)))
+        def compare() -> Iterator[Observation]:
+            for name, loaded in before.items():
+                yield from unlike(module, name, [orders[name](loaded)])
 
         return before, compare
 
@@ -67,19 +66,20 @@ def swapped_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, 1)[::-1], 1)
 
 
-def unlike(module: nn.Module, name: str, wanted: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+def unlike(module: nn.Module, name: str, wanted: Sequence[Tensor]) -> Iterator[Observation]:
     """The differences of a parameter from the first of `wanted`, by expert; none if it has the bits of any of them."""
     first = wanted[0]
     actual = getattr(module, name, None)
     if actual is None:
-        yield name, "the parameter was removed"
+        yield Observation(name, name, "the parameter was removed")
     elif actual.dtype != first.dtype or actual.shape != first.shape:
-        yield name, f"{list(actual.shape)} {actual.dtype} instead of {list(first.shape)} {first.dtype}"
+        what = f"{list(actual.shape)} {actual.dtype} instead of {list(first.shape)} {first.dtype}"
+        yield Observation(name, name, what)
     else:
         for place, (matrix, *candidates) in by_expert(name, actual.detach(), *wanted):
             differences = [difference(matrix, candidate) for candidate in candidates]
             if None not in differences:
-                yield place, str(differences[0])
+                yield Observation(place, place, str(differences[0]))
 
 
 def by_expert(name: str, *tensors: Tensor) -> Iterator[tuple[str, Sequence[Tensor]]]:
@@ -150,16 +150,16 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
         names = [name for name in own if name.startswith("weight")]
         weight, values = WEIGHT_PACKED if WEIGHT_PACKED in own else "weight", values_of(own, block)
 
-        def compare() -> LayerOutcome:
+        def compare() -> Iterator[Observation]:
             if values is None:
-                return LayerOutcome(unknown="ckptkit does not know the layout of its kernel")
+                raise CannotCheck("ckptkit does not know the layout of its kernel")
             outputs, inputs = values.exact.shape
             batches = torch.split(torch.arange(inputs, device=values.exact.device), _BATCH)
             units = (nn.functional.one_hot(batch, inputs).to(dtype) for batch in batches)
             columns = torch.cat([run(batch)[:, :outputs].float() for batch in units]).t()
             wrong = ~((columns - values.exact).abs() <= values.within)  # NaN too
-            fault = first_wrong(wrong, columns, values.exact, "elements differ from the kernel's result")
-            return LayerOutcome({weight: fault} if fault else {})
+            if fault := first_wrong(wrong, columns, values.exact, "elements differ from the kernel's result"):
+                yield Observation(weight, weight, fault)
 
         return names, compare
 
@@ -175,11 +175,11 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
     packed = {name: tensor.clone() for name, tensor in own.items()} if WEIGHT_PACKED in own else None
 
     def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
-        def compare() -> LayerOutcome:
+        def compare() -> Iterator[Observation]:
             # A plain weight does not change; FP8 may have been rounded again, which that layer's own layout compares.
             values = values_of(packed or own_parameters(layer), block)
             if values is None:
-                return LayerOutcome(unknown="ckptkit does not know how kv_b_proj is changed")
+                raise CannotCheck("ckptkit does not know how kv_b_proj is changed")
             exact, within = (
                 tensor.expand(values.exact.shape).reshape(heads, -1, values.exact.shape[1])
                 for tensor in (values.exact, values.within)
@@ -188,7 +188,7 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
                 "W_UK_T": _fault(module.W_UK_T, exact[:, :rows], within[:, :rows]),
                 "W_UV": _fault(module.W_UV, exact[:, rows:].transpose(1, 2), within[:, rows:].transpose(1, 2)),
             }
-            return LayerOutcome({name: fault for name, fault in faults.items() if fault})
+            yield from (Observation(name, name, fault) for name, fault in faults.items() if fault)
 
         return ("W_UK_T", "W_UV"), compare
 
@@ -213,20 +213,21 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
         own = own_parameters(module)
         before = {pair: tuple(own[name].clone() for name in pair) for pair in pairs}
 
-        def compare() -> LayerOutcome:
-            outcome = LayerOutcome()
+        def compare() -> Iterator[Observation]:
+            unknown = ""
             for (name, scale_name), (codes, scales) in before.items():
                 now = [getattr(module, one).detach() for one in (name, scale_name)]
                 if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
-                    outcome.unknown = f"{scale_name} has a kernel's layout that ckptkit does not know"
+                    unknown = f"{scale_name} has a kernel's layout that ckptkit does not know"
                     continue
                 for place, matrices in by_expert(name, codes, scales, *now):
                     loaded, repacked = matrices[:2], matrices[2:]
                     if fault := _wrong_codes(block, loaded, repacked):
-                        outcome.differences[place] = fault
+                        yield Observation(place, place, fault)
                     elif change := _change(block, loaded, repacked):
-                        outcome.requantized[name] = max(change, outcome.requantized.get(name, 0.0))
-            return outcome
+                        yield Observation(name, name, "rounded to other scales", change=change)
+            if unknown:
+                raise CannotCheck(unknown)
 
         return [name for pair in pairs for name in pair], compare
 

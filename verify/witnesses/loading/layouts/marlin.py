@@ -7,13 +7,14 @@ that of the nibbles in the kernel (SGLang `marlin_zero_points`); those of expert
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
-from ckptkit.verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, own_parameters, unlike
+from ckptkit.verify.witnesses.loading.job import Observation
+from ckptkit.verify.witnesses.loading.layouts.layout import Compare, Layout, own_parameters, unlike
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -82,13 +83,11 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
         before = {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in packed}
         before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
 
-        def compare() -> LayerOutcome:
-            outcome = LayerOutcome()
+        def compare() -> Iterator[Observation]:
             for name, loaded in before.items():
                 is_awq = awq_experts and name != WEIGHT_ZERO_POINT
                 wanted = _wanted(name, loaded, getattr(module, name, None), is_awq)
-                outcome.differences.update(unlike(module, name, wanted))
-            return outcome
+                yield from unlike(module, name, wanted)
 
         return before, compare
 
