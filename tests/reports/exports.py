@@ -5,7 +5,7 @@ import shutil
 
 import torch
 from mutations.edits import edit_common, edit_json, names, replace, tensor
-from mutations.hf_tensors import experts_of_rank_0, rows_by_turns
+from mutations.hf_tensors import CHANGES, experts_of_rank_0
 from mutations.torch_dist import FC1
 
 from ckptkit.app.api import convert
@@ -199,7 +199,7 @@ CASES = {
     "Megatron-Bridge#5366": Case(
         "qwen2-untied/megatron",
         ("model.layers.3.mlp.gate_proj.weight",),
-        stored(FC1, lambda found: rows_by_turns(found).reshape(found.shape)),
+        stored(FC1, lambda found: CHANGES["rows_by_turns"](found).reshape(found.shape)),
     ),
     "Megatron-Bridge#5375": Case(
         "qwen2-untied/hf",
