@@ -25,7 +25,7 @@ from ckptkit.verify.evidence.both_sides import BothSides
 from ckptkit.verify.evidence.reading import alternating, compare_group
 from ckptkit.verify.run import verify
 
-NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
+NAME, MODEL = "qwen2-untied", "org/model"
 
 
 def flipped(file):
@@ -155,15 +155,6 @@ def test_metadata_that_the_client_did_not_write_is_no_record(fresh):
     assert text_with("CK124") in report.facts["not applicable"]
     record.write_text(sound)
     assert downloads_in(path).keys() == {"config.json"}
-
-
-def test_quantized_and_fused_files_are_hashed_beside_their_source(releases, tmp_path, codes):
-    """Experts that lie fused are read as one tensor an expert, and their files are hashed as they are."""
-    release = releases(FUSED, fused=True)
-    path = download(MODEL, release, local_dir=tmp_path / "sound")
-    assert codes(verify(path, source=releases(FUSED))) == []
-    path = download(MODEL, release, spoiled(release), local_dir=tmp_path / "spoiled")
-    assert "CK124" in codes(verify(path, source=releases(FUSED)))
 
 
 def test_one_reading_is_enough(releases, tmp_path, monkeypatch):

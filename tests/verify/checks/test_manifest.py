@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 from blake3 import blake3
-from click.testing import CliRunner
 from mutations.edits import replace, tensor
 from support import models
 from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
-from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.storage.digest import TensorDigest
@@ -156,16 +154,6 @@ def test_manifests_that_are_malformed_are_refused(manifests, tmp_path):
         path.write_text(json.dumps(sound | change))
         with pytest.raises(CkptkitError, match=message):
             read_manifest(path)
-
-
-def test_manifest_command_output_is_verified_by_the_verify_command(fresh, tmp_path):
-    path = fresh("qwen2-tied")
-    run = CliRunner().invoke
-    made = run(cli, ["manifest", str(path), "--output", str(tmp_path / "kept.json")])
-    assert (made.exit_code, made.output.strip()) == (0, str(tmp_path / "kept.json"))
-    assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 0
-    models.edit(path, UP, models.tensors(path)[UP] + 1)
-    assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 1
 
 
 def test_a_manifest_replaces_nothing_and_has_no_name_that_loaders_read(fresh):

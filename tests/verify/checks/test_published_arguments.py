@@ -57,6 +57,11 @@ def test_softmax_before_topk_matters_for_a_softmax_router_only():
     assert wrong(config_of(GLM45), args_of(GLM45, moe_router_pre_softmax=False)) == []
 
 
+def test_a_padded_vocabulary_holds_that_of_the_model():
+    found = wrong(config_of(GLM45), args_of(GLM45, padded_vocab_size=151329))
+    assert found == [("padded_vocab_size", "at least 151552", "151329")]
+
+
 def test_megatron_arguments_in_equivalent_spellings_have_no_finding():
     assert wrong(config_of(QWEN3), args_of(QWEN3, moe_layer_freq=1, ffn_hidden_size=1, norm_epsilon=0.000001)) == []
     assert wrong(config_of(GLM45), args_of(GLM45, mtp_num_layers=None)) == []

@@ -124,7 +124,9 @@ def test_defaults_lists_are_composed_in_their_order(tmp_path):
     assert [word.text for word in composed.absent] == ["two"]
 
 
-@pytest.mark.parametrize(("word", "chosen"), [("policy=small", True), ("+size=big", True), ("seed=big", False)])
+@pytest.mark.parametrize(
+    ("word", "chosen"), [("policy=small", True), ("+size=big", True), ("actor@a.b=megatron", True), ("seed=big", False)]
+)
 def test_choice_of_a_file_of_a_group_is_not_known(word, chosen, tmp_path):
     (tmp_path / "size").mkdir()
     (tmp_path / "size" / "big.yaml").write_text("policy: {model_name: /models/big}\n")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import models
 from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -154,19 +153,6 @@ def test_weights_of_another_model_than_the_engines_are_an_error(hf, bare, wrong,
     # An iteration may be any model with the engine's config.
     finding = only(preflight(hf_checkpoint=hf, ref_load=iteration(wrong, tmp_path / "run")))
     assert (finding.code, finding.severity) == ("CK723", "warning")
-
-
-def test_layers_that_are_shifted_by_one_are_found(releases, bare, tmp_path, only):
-    release = models.tensors(releases(NAME))
-
-    def before(name, tensor):
-        match = re.match(r"model[.]layers[.](\d+)[.]", name)
-        if match is None or int(match[1]) < 5:
-            return tensor
-        return release[f"model.layers.{int(match[1]) - 1}.{name[match.end() :]}"]
-
-    finding = only(preflight(hf_checkpoint=trained(releases(NAME), tmp_path / "shifted", before), ref_load=bare))
-    assert (finding.code, finding.severity) == ("CK723", "error")
 
 
 def test_an_int4_engine_is_compared_by_what_is_not_packed(releases, bare, tmp_path, only):
