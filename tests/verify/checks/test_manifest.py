@@ -12,9 +12,7 @@ from support.messages import text_with
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import read_manifest
-from ckptkit.verify.evidence.extremes import extremes
 from ckptkit.verify.run import verify
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -22,13 +20,6 @@ UP = "model.layers.3.mlp.up_proj.weight"
 
 def digest_of(tensor):
     return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def test_a_digest_is_blake3():
-    expected = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
-    digest = TensorDigest.of(torch.tensor([97, 98, 99], dtype=torch.uint8))
-    assert digest.to_json() == ["uint8", [3], expected]
-    assert extremes(torch.tensor([97, 98, 99], dtype=torch.uint8)).digest.hex() == expected
 
 
 def promised(path):

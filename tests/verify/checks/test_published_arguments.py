@@ -86,14 +86,3 @@ def test_rotary_scaling_factor_of_one_means_no_yarn():
             ("rope_type", *kinds),
             ("rotary_scaling_factor", expected, str(factor)),
         ]
-
-
-def test_flags_of_a_launch_script():
-    flags = launch_flags(megatron_args(dims_of(config_of(GPT_OSS))))
-    assert set(flags) >= {
-        *("--window-size 127,0", "--window-attn-skip-freq '(([1]*1+[0]*1)*12)'", "--quick-geglu"),
-        *("--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0", "--softmax-type learnable"),
-        *("--position-embedding-type yarn", "--rotary-scaling-factor 32.0", "--no-yarn-correction-range-round-to-int"),
-        "--yarn-original-max-position-embeddings 4096",
-    }
-    assert [flag for flag in flags if flag.startswith(("--swiglu", "--disable-bias-linear"))] == []

@@ -41,15 +41,6 @@ def change(root, name):
     (root / "ckptkit.json").write_text(json.dumps(manifest))
 
 
-def verl(hf, actor, reference):
-    words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
-    words += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    for role, root in (("actor", actor), ("ref", reference)):
-        prefix = f"actor_rollout_ref.{role}.megatron"
-        words += [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={root / 'release'}"]
-    return words
-
-
 def test_megatron_weights_converted_from_the_engines_model_pass(hf, megatron):
     report = preflight(hf_checkpoint=hf, ref_load=megatron)
     assert report.status == "passed"
@@ -173,11 +164,3 @@ def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases, bare, onl
     finding = only(preflight(hf_checkpoint=releases(NAME), ref_load=bare))
     assert (finding.code, finding.severity, finding.expected) == ("CK723", "error", text_with("bytes"))
     assert "File is not a zip file" in finding.actual
-
-
-def test_actor_and_reference_of_verl_with_other_weights_are_found(hf, megatron, tmp_path, only):
-    other = Path(shutil.copytree(megatron, tmp_path / "other"))
-    change(other, "decoder.final_layernorm.weight")
-    finding = only(preflight(arguments=verl(hf, megatron, other)))
-    assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
-    assert " 1 of the " in finding.actual
