@@ -89,13 +89,6 @@ def test_a_text_config_that_contradicts_the_top(key, top, inside, fresh, alone):
     assert alone("CK705", edits.edit_config(path, text_config={key: top}))[1] == []
 
 
-def test_the_tie_flag_that_transformers_adds_by_default(fresh, alone):
-    path = edits.edit_config(
-        fresh("qwen2-untied"), tie_word_embeddings=False, text_config={"tie_word_embeddings": True}
-    )
-    assert alone("CK705", path)[1] == []
-
-
 # Each multimodal family: a config class of transformers, and which readers look in text_config.
 FAMILIES_WITH_TEXT = {
     "qwen2_5_vl": set(),
