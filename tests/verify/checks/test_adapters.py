@@ -213,9 +213,15 @@ def other_base(tensors):
     tensors[name] += 1
 
 
+def bare(tensors):
+    for name in [*tensors]:
+        tensors[name.removeprefix("base_model.model.")] = tensors.pop(name)
+
+
 # The kind, what is changed, keys of the config, and the checks that find it beside the base, and beside the trainer's.
 FAULTS = {
     "A without B": ("dense", drop(f"{LAYER}.lora_B.weight"), {}, "CK131", "CK131"),
+    "names without PEFT's prefix": ("dense", bare, {}, "CK133", "CK133 CK136"),
     "a layer is missing": ("dense", drop(f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"), {}, "CK132", "CK136"),
     "A and B are exchanged": ("dense", swap, {}, "CK132", "CK136"),
     "alpha is doubled": ("dense", nothing, {"lora_alpha": 16}, "", "CK136"),

@@ -51,7 +51,7 @@ REFUSED |= {
 FP8_ALONE = [model for model, one in HF_CASES.items() if engine_class("sglang", config_of(one)).fp8_only]
 PAIRS = [(model, name) for model in HF_CASES for name in WRITTEN]
 DAILY = (
-    *(("step3p5", "mxfp8"), ("mimo", "fp8-block"), ("deepseek_v32", "mxfp8")),
+    *(("step3p5", "mxfp8"), ("mimo", "fp8-block")),
     *(("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")),
 )
 

@@ -20,12 +20,10 @@ from support.messages import text_with
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
-from ckptkit.verify.evidence import reading
-from ckptkit.verify.evidence.both_sides import BothSides
-from ckptkit.verify.evidence.reading import alternating, compare_group
+from ckptkit.verify.evidence.reading import alternating
 from ckptkit.verify.run import verify
 
-NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
+NAME, MODEL = "qwen2-untied", "org/model"
 
 
 def flipped(file):
@@ -157,15 +155,6 @@ def test_metadata_that_the_client_did_not_write_is_no_record(fresh):
     assert downloads_in(path).keys() == {"config.json"}
 
 
-def test_quantized_and_fused_files_are_hashed_beside_their_source(releases, tmp_path, codes):
-    """Experts that lie fused are read as one tensor an expert, and their files are hashed as they are."""
-    release = releases(FUSED, fused=True)
-    path = download(MODEL, release, local_dir=tmp_path / "sound")
-    assert codes(verify(path, source=releases(FUSED))) == []
-    path = download(MODEL, release, spoiled(release), local_dir=tmp_path / "spoiled")
-    assert "CK124" in codes(verify(path, source=releases(FUSED)))
-
-
 def test_one_reading_is_enough(releases, tmp_path, monkeypatch):
     """Of weights, no byte behind the header is read for the hash."""
     path = download(MODEL, releases(NAME), local_dir=tmp_path / "there")
@@ -184,17 +173,6 @@ def test_one_reading_is_enough(releases, tmp_path, monkeypatch):
     for name, count in ends.items():
         with (path / name).open("rb") as file:
             assert count == 8 + int.from_bytes(file.read(8), "little")
-
-
-def test_what_a_cluster_has_read_is_hashed_here(releases, tmp_path, monkeypatch, only):
-    """Tasks of Ray give their findings alone; the tests of Ray itself are in tests/ckptkit/app/test_ray.py."""
-    monkeypatch.setattr(
-        reading,
-        "parts_on_ray",
-        lambda _, __, checkpoint, groups: (compare_group(BothSides(checkpoint, None), one) for one in groups),
-    )
-    path = download(MODEL, releases(NAME), spoiled(releases(NAME)), local_dir=tmp_path / "there")
-    assert only(verify(path, ray="auto")).code == "CK124"
 
 
 @given(seed=st.integers(0, 2**32), ahead=st.sampled_from([0, 1000, 1 << 20]), threads=st.integers(1, 4))

@@ -97,7 +97,7 @@ MUTATIONS = (
 )
 FIRST = {one.damage: one for one in reversed(MUTATIONS)}
 CASES = [(one, model) for one in MUTATIONS for model in one.models]
-DAILY = [(one, one.models[min(1, len(one.models) - 1)]) for one in FIRST.values()]
+DAILY = [(one, one.models[min(one.number % 2, len(one.models) - 1)]) for one in FIRST.values()]
 
 
 def said(finding):
@@ -121,12 +121,6 @@ def test_mutation_is_found_and_its_twin_is_silent(case, stored, releases, copy_o
     if len(texts) == 1 and "{" not in texts[0]:
         assert name.rpartition(".")[0] in texts[0]
     assert (result and result.status) == ("passed" if mutation.severity == "warning" else "failed")
-
-
-def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(stored, copy_of, alone):
-    path = copy_of(stored("qwen3_moe", "fp8"))
-    faults.scale_listed_alone(path)
-    assert alone("CK303", path)[1] == []
 
 
 def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(stored, copy_of, alone):

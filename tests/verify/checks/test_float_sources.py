@@ -75,13 +75,6 @@ def test_fp8_of_quantizers_that_round_in_bfloat16_has_no_finding(quantizer, cont
         passes(code, path, source_path=release)
 
 
-def test_fp8_against_fused_experts_and_against_megatron_has_no_finding(fp8, releases, converted):
-    for source in (releases("qwen3_moe", fused=True), converted("qwen3_moe")):
-        report = verify(fp8, source=source)
-        assert (report.findings, report.status) == ([], "passed")
-        assert {check.code: check.tensors_compared for check in report.checks}["CK305"] == 12 * (4 + 12 * 3)
-
-
 def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(fp8, releases, tmp_path, copy_of):
     for path in (copy_of(fp8), plain_copy(fp8, releases("qwen3_moe"), tmp_path / "plain")):
         assert verify(path, source=fp8).findings == []
@@ -91,7 +84,7 @@ def test_fp8_and_what_it_dequantizes_to_are_compared_bit_for_bit(fp8, releases, 
         assert {(one.code, one.tensor) for one in verify(path, source=fp8).findings} == {("CK202", EXPERT)}
 
 
-@pytest.mark.parametrize("formats", daily(PAIRS, (PAIRS[0], PAIRS[3])), ids="-to-".join)
+@pytest.mark.parametrize("formats", daily(PAIRS, (PAIRS[0],)), ids="-to-".join)
 def test_weights_of_another_format_than_the_sources(formats, releases, tmp_path, alone):
     source = floats.write(releases("qwen3_moe"), tmp_path / "source", floats.SPELLINGS[formats[0]])
     plain = plain_copy(source, releases("qwen3_moe"), tmp_path / "plain")

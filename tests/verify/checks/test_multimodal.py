@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from support import models
 from support.messages import text_with
 from support.nightly import daily
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config
+from transformers import DeepseekV3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckptkit
@@ -137,51 +137,6 @@ def test_names_of_another_class_are_one_finding(which, releases, tmp_path, only)
     assert f"{root}*" in finding.hint
 
 
-def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(releases, tmp_path):
-    """As the hint says; SGLang refuses them with a KeyError (test_sglang_configs.py)."""
-    tensors = {
-        key.replace("language_model.model.", "model.language_model.")
-        .replace("vision_tower.", "model.vision_tower.")
-        .replace("multi_modal_projector.", "model.multi_modal_projector."): value
-        for key, value in models.tensors(releases("gemma3")).items()
-    }
-    path = stored(releases("gemma3"), tmp_path / "model", tensors)
-    _, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
-    assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
-    (finding,) = verify(path).findings
-    assert "transformers" in finding.hint
-
-
-def test_a_renamed_language_model_of_qwen3_5_is_a_warning(releases, tmp_path, only):
-    """transformers loads these whole, and AutoModelForCausalLM saves them so; SGLang's class has other names."""
-    source = releases("qwen3_5")
-    tensors = {
-        key: value
-        for key, value in models.tensors(source).items()
-        if key.startswith(("model.language_model.", "lm_head."))
-    }
-    config = text_of(source, model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], mtp_num_hidden_layers=0)
-    path = stored(source, tmp_path / "model", tensors, config)
-    _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
-    finding = only(verify(path))
-    assert (finding.code, finding.severity) == ("CK104", "warning")
-    assert finding.expected == text_with("model.* Qwen3_5ForCausalLM")
-    renamed = {key.replace("model.language_model.", "model."): value for key, value in tensors.items()}
-    assert verify(stored(source, tmp_path / "sound", renamed, config)).findings == []
-
-
-def test_what_is_wrong_beside_the_spelling_is_still_said(releases, tmp_path):
-    source = releases("qwen3_vl-tied")
-    tensors = {
-        key.replace("model.language_model.", "model."): value
-        for key, value in models.tensors(source).items()
-        if "layers.3.mlp.up_proj" not in key
-    }
-    report = verify(stored(source, tmp_path / "model", tensors))
-    assert {finding.tensor for finding in report.findings} == {None, "model.language_model.layers.3.mlp.up_proj.weight"}
-
-
 # CK302 with `--reader transformers`: packed experts, which transformers 5 holds fused and initializes anew.
 
 
@@ -217,7 +172,8 @@ def test_quantize_for_transformers_refuses_experts(releases, tmp_path):
     assert not (tmp_path / "int4").exists()
 
 
-def test_model_that_transformers_has_no_class_for_is_not_judged(monkeypatch):
+def test_model_that_transformers_has_no_class_for_is_not_judged(releases, monkeypatch):
+    assert fused_in_transformers(config_of(releases("kimi_k25"))) is None
     assert fused_in_transformers({"model_type": "kimi_k2"}) is None
     # As `import sglang` registers it, in the process where it happens.
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "kimi_k2", DeepseekV3Config)

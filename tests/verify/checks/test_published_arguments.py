@@ -57,6 +57,11 @@ def test_softmax_before_topk_matters_for_a_softmax_router_only():
     assert wrong(config_of(GLM45), args_of(GLM45, moe_router_pre_softmax=False)) == []
 
 
+def test_a_padded_vocabulary_holds_that_of_the_model():
+    found = wrong(config_of(GLM45), args_of(GLM45, padded_vocab_size=151329))
+    assert found == [("padded_vocab_size", "at least 151552", "151329")]
+
+
 def test_megatron_arguments_in_equivalent_spellings_have_no_finding():
     assert wrong(config_of(QWEN3), args_of(QWEN3, moe_layer_freq=1, ffn_hidden_size=1, norm_epsilon=0.000001)) == []
     assert wrong(config_of(GLM45), args_of(GLM45, mtp_num_layers=None)) == []
@@ -81,14 +86,3 @@ def test_rotary_scaling_factor_of_one_means_no_yarn():
             ("rope_type", *kinds),
             ("rotary_scaling_factor", expected, str(factor)),
         ]
-
-
-def test_flags_of_a_launch_script():
-    flags = launch_flags(megatron_args(dims_of(config_of(GPT_OSS))))
-    assert set(flags) >= {
-        *("--window-size 127,0", "--window-attn-skip-freq '(([1]*1+[0]*1)*12)'", "--quick-geglu"),
-        *("--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0", "--softmax-type learnable"),
-        *("--position-embedding-type yarn", "--rotary-scaling-factor 32.0", "--no-yarn-correction-range-round-to-int"),
-        "--yarn-original-max-position-embeddings 4096",
-    }
-    assert [flag for flag in flags if flag.startswith(("--swiglu", "--disable-bias-linear"))] == []

@@ -223,13 +223,6 @@ def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(int4, copy_of, alon
     assert (result.status, found) == ("skipped", [])
 
 
-def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(int4, copy_of, releases):
-    path = edit_quantization(copy_of(int4), (*WEIGHTS, "type"), "float")
-    found = {one.tensor for one in verify(path, source=releases("qwen2-untied")).findings if one.code == "CK202"}
-    output = "model.layers.{0..11}.self_attn.o_proj.weight"
-    assert found >= {output, f"{output}_packed"}
-
-
 @pytest.mark.parametrize(
     ("ignore", "readers"),
     [

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from mutations.edits import edit_config, edit_index, names, replace, shard_of
+from mutations.edits import edit_config, names, replace, shard_of
 from mutations.int4 import packed
 from safetensors.torch import save_file
 from support import models
@@ -12,7 +12,6 @@ from support.messages import text_with
 from support.nightly import daily
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from ckptkit.verify.checks.headers.renamed import renamed
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -73,15 +72,6 @@ def test_what_is_lost_beside_it_is_found_too(saved):
         ("CK104", 146),
         ("CK104", lost),
     ]
-
-
-def test_parts_of_a_packed_weight_stand_for_it():
-    promised = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
-    parts = ("weight_packed", "weight_scale", "weight_shape")
-    stored = [f"module.model.layers.0.mlp.up_proj.{part}" for part in parts]
-    found = renamed([*stored, "module.model.norm.weight"], promised)
-    assert set(promised) <= found.promised
-    assert len(found.stored) == 4
 
 
 # CK104's next move follows from what is wrong: the key of config.json that disagrees with the names, or none.
@@ -149,13 +139,6 @@ def test_output_layer_that_another_head_replaces_names_architectures(head, fresh
     assert found.keys() == {"lm_head.weight", head}
     assert all(named(hint) == {"architectures"} for hint in found.values())
     assert head in found["lm_head.weight"]
-
-
-def test_name_that_only_the_index_has(fresh, of_names):
-    path = fresh("qwen2-tied")
-    edit_index(path, lambda weight_map: weight_map.update({"v_head.weight": weight_map["model.norm.weight"]}))
-    (found,) = of_names(path)
-    assert (found.tensor, named(found.hint)) == ("v_head.weight", {"index"})
 
 
 # Models that ckptkit does not know: layers that differ on purpose are not taken for layers that lost something.

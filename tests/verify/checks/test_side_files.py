@@ -65,13 +65,6 @@ def test_ranks_of_tiktoken_are_token_ids(fresh, alone):
     assert "tiktoken" in finding.actual
 
 
-def test_tokenizer_beside_megatron_is_checked(fresh_megatron, alone):
-    path = fresh_megatron("qwen2-tied") / "hf"
-    write(path, "tokenizer.json", tokenizer(added_tokens=[{"id": 400, "content": "<new>"}]))
-    (finding,) = alone("CK706", path.parent)[1]
-    assert finding.file == str(path / "tokenizer.json")
-
-
 @pytest.mark.parametrize(
     ("code", "file", "content", "actual"),
     [

@@ -15,10 +15,9 @@ from support.nightly import daily
 from support.tied import NAMES, one_bit_off, with_head
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from ckptkit.app.api import convert, quantize
+from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.transformers_class import TIES, TieFlag
-from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -79,14 +78,6 @@ def test_config_that_states_a_value_once_is_not_compared(code, changes, fresh, a
     assert alone(code, edits.edit_config(fresh("qwen2-tied"), **changes)) == (None, [])
 
 
-def test_spellings_inside_text_config_and_beside_megatron_are_compared(fresh_megatron, alone):
-    path = fresh_megatron("qwen2-tied")
-    edits.edit_config(path / "hf", text_config={"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}})
-    _, (finding,) = alone("CK704", path)
-    assert finding.actual == "text_config.rope_parameters.rope_theta = 6.0"
-    assert finding.file == str(path / "hf" / "config.json")
-
-
 @pytest.mark.parametrize(
     ("key", "top", "inside"),
     [("tie_word_embeddings", True, False), ("vocab_size", 352, 360), ("rms_norm_eps", 1e-6, 1e-5)],
@@ -96,13 +87,6 @@ def test_a_text_config_that_contradicts_the_top(key, top, inside, fresh, alone):
     _, (finding,) = alone("CK705", path)
     assert (finding.expected, finding.actual) == (text_with(f"{key} = {top}"), f"text_config.{key} = {inside}")
     assert alone("CK705", edits.edit_config(path, text_config={key: top}))[1] == []
-
-
-def test_the_tie_flag_that_transformers_adds_by_default(fresh, alone):
-    path = edits.edit_config(
-        fresh("qwen2-untied"), tie_word_embeddings=False, text_config={"tie_word_embeddings": True}
-    )
-    assert alone("CK705", path)[1] == []
 
 
 # Each multimodal family: a config class of transformers, and which readers look in text_config.
@@ -268,19 +252,6 @@ def test_a_head_of_another_dtype_or_shape_is_an_error(releases, tmp_path):
     path = with_head(releases("qwen2-tied"), tmp_path / "shorter", "qwen2-tied", embedding[:340].contiguous())
     for report in (verify(path), preflight(hf_checkpoint=path)):
         assert ("CK105", HEAD) in [(finding.code, finding.tensor) for finding in report.findings]
-
-
-@pytest.mark.parametrize("shipping", ["source", "reference"])
-def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(releases, tmp_path, shipping):
-    """The packed set is the reference's; a head that only one of the two ships is none of it."""
-    plain = releases("qwen2-tied")
-    path = with_head(plain, tmp_path / "shipped", "qwen2-tied")
-    source, reference = (path, plain) if shipping == "source" else (plain, path)
-    quantize(reference, tmp_path / "like", QuantScheme(32, "qmax7"))
-    quantize(source, tmp_path / "int4", QuantScheme(32, "qmax7"), like=tmp_path / "like")
-    head = models.tensors(tmp_path / "int4").get(HEAD)
-    assert (head is not None and torch.equal(head, models.tensors(path)[HEAD])) is (shipping == "source")
-    is_sound(verify(tmp_path / "int4", source=source))
 
 
 @pytest.mark.sglang

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.megatron_saves import SAVES
+from support.nightly import daily
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -48,7 +49,7 @@ def check_stretches(name, whole, extents):
             assert file.read(count) == content[begin : begin + count], (name, element)
 
 
-@pytest.mark.parametrize("label", TORCH_DIST)
+@pytest.mark.parametrize("label", daily(TORCH_DIST, TORCH_DIST[::2]))
 def test_a_stretch_of_what_megatron_saved_is_at_its_element(label, saved):
     """Stacked layers and experts, and chunks that cut rows or columns. Other tests compare `read` with Megatron."""
     (path,) = (saved / label).glob("*/.metadata")

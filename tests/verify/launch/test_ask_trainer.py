@@ -193,12 +193,6 @@ def test_what_a_program_refuses_is_named_at_its_setting(error, key, ran, tmp_pat
     assert f"{tmp_path}/verl/trainer/main_ppo.py:" in one.hint
 
 
-def test_what_else_ends_a_program_is_inconclusive(ran):
-    for body, says in (("return", "began"), ("values['no such key']", "KeyError")):
-        report = ran(body=body)
-        assert (refused(report), reasons(report)) == ([], [text_with(says)])
-
-
 def test_rolls_program_is_given_its_folder_of_settings_as_written(tmp_path):
     """The folder's way from the program, which Hydra's `initialize` wants, not its path."""
     program = "from argparse import ArgumentParser\nfrom roll.distributed.scheduler.initialize import init\n"

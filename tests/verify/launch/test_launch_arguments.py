@@ -9,7 +9,6 @@ from support.messages import text_with
 
 from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
@@ -20,15 +19,6 @@ GLM45 = shlex.split(
     "--pipeline-model-parallel-size 7 --decoder-last-pipeline-num-layers=2 --expert-model-parallel-size 8 "
     "--expert-tensor-parallel-size 1"
 )
-
-
-def test_launch_arguments_are_read_with_defaults_and_last_value():
-    assert arguments_of(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
-    assert arguments_of([]) == LaunchArguments()
-    words = ["--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "Et|(tt|)*2L"]
-    assert arguments_of(words) == LaunchArguments(loss=True, layout="Et|(tt|)*2L")
-    # argparse takes the last one
-    assert arguments_of(["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]).pp == 4
 
 
 CHUNK, STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"

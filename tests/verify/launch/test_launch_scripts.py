@@ -67,16 +67,6 @@ def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(tmp_path):
         assert found.actual.startswith("rope_scaling_factor = 8.0")
 
 
-def test_yarn_that_no_option_sets_is_found(configs, tmp_path):
-    """Kimi K2 says beta_fast 1, Megatron's latent attention takes 32; miles' fork has an option for it."""
-    script = write_launch(tmp_path, "kimi_k2", configs("kimi_k2"))
-    (found,) = of_launch(preflight(script=script))
-    assert (found.code, found.expected.partition(",")[0]) == ("CK718", "beta_fast = 1.0")
-    assert found.actual == text_with("beta_fast = 32.0")
-    script.write_text(script.read_text().replace("${OFF[@]}", "${OFF[@]} --beta-fast 1"))
-    assert of_launch(preflight(script=script)) == []
-
-
 @pytest.mark.parametrize("row", ROWS["launch"], ids="-".join)
 def test_contradiction_in_a_launch_is_found_with_both_values(row, configs, tmp_path):
     name, before, after, code, severity, expected, actual = row

@@ -10,6 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.job import Launch
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.files import compose
+from ckptkit.verify.launch.settings.overrides import apply_overrides
 from ckptkit.verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
 from ckptkit.verify.launch.stacks.which import read_job
 from ckptkit.verify.launch.words import LaunchText, Word
@@ -122,6 +123,11 @@ def test_defaults_lists_are_composed_in_their_order(tmp_path):
     expected = {"x": "1", "y": "2", "z.p": "1", "z.q": "2", "deep.er.size": "4", "group.size": "4"}
     assert {key: word.text for key, word in flat_settings(composed.tree)} == expected
     assert [word.text for word in composed.absent] == ["two"]
+
+
+def test_words_that_choose_a_file_of_a_group_are_told_apart():
+    tree, groups = apply_overrides({"a": Word("1")}, [Word("actor@a.b=megatron"), Word("a=3")])
+    assert (tree["a"].text, [word.text for word in groups]) == ("3", ["actor@a.b=megatron"])
 
 
 @pytest.mark.parametrize(("word", "chosen"), [("policy=small", True), ("+size=big", True), ("seed=big", False)])

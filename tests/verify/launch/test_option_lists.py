@@ -20,7 +20,7 @@ from ckptkit.verify.launch.options.arguments import parse_arguments
 from ckptkit.verify.launch.options.argv import last, options_of
 from ckptkit.verify.launch.options.names import names, trainer_options, trainer_switches
 from ckptkit.verify.launch.options.tables import GPUS, MODEL, PATHS, RUN, SWITCHES
-from ckptkit.verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.words import Word
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(lists.__file__).parent / "names"
@@ -135,12 +135,6 @@ def test_an_option_of_many_values_has_those_that_argparse_gives_it(words):
     parser.add_argument("--ids", nargs="*")
     option = last(options_of([Word(word) for word in words]), "--ids")
     assert [word.text for word in option.values] == parser.parse_known_args(words)[0].ids
-
-
-def test_options_with_a_value_that_could_not_be_told_are_not_known():
-    words = [Word("--load"), UnresolvedWord("$A"), UnresolvedWord("--save=$B"), Word("--tp"), Word("1")]
-    known = {one.name: one.known for one in options_of(words)}
-    assert known == {"--load": False, "--save": False, "--tp": True}
 
 
 # Prints every field of Megatron's configurations with its annotation and default, and GPTModel's rope_scaling_factor.

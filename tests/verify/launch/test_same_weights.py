@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import models
 from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -40,15 +39,6 @@ def change(root, name):
     dtype, shape, digest = manifest["tensors"][name]
     manifest["tensors"][name] = [dtype, shape, digest[::-1]]
     (root / "ckptkit.json").write_text(json.dumps(manifest))
-
-
-def verl(hf, actor, reference):
-    words = [f"actor_rollout_ref.model.path={hf}", "algorithm.adv_estimator=grpo", "trainer.resume_mode=disable"]
-    words += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    for role, root in (("actor", actor), ("ref", reference)):
-        prefix = f"actor_rollout_ref.{role}.megatron"
-        words += [f"{prefix}.use_dist_checkpointing=True", f"{prefix}.dist_checkpointing_path={root / 'release'}"]
-    return words
 
 
 def test_megatron_weights_converted_from_the_engines_model_pass(hf, megatron):
@@ -156,19 +146,6 @@ def test_weights_of_another_model_than_the_engines_are_an_error(hf, bare, wrong,
     assert (finding.code, finding.severity) == ("CK723", "warning")
 
 
-def test_layers_that_are_shifted_by_one_are_found(releases, bare, tmp_path, only):
-    release = models.tensors(releases(NAME))
-
-    def before(name, tensor):
-        match = re.match(r"model[.]layers[.](\d+)[.]", name)
-        if match is None or int(match[1]) < 5:
-            return tensor
-        return release[f"model.layers.{int(match[1]) - 1}.{name[match.end() :]}"]
-
-    finding = only(preflight(hf_checkpoint=trained(releases(NAME), tmp_path / "shifted", before), ref_load=bare))
-    assert (finding.code, finding.severity) == ("CK723", "error")
-
-
 def test_an_int4_engine_is_compared_by_what_is_not_packed(releases, bare, tmp_path, only):
     ignore = tuple(f"re:.*{one}.*" for one in ("self_attn", r"mlp\.gate(\.|$)", "embed_tokens", "lm_head"))
     quantize(releases(NAME), tmp_path / "int4", QuantScheme(32, "qmax7", ignore))
@@ -187,11 +164,3 @@ def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases, bare, onl
     finding = only(preflight(hf_checkpoint=releases(NAME), ref_load=bare))
     assert (finding.code, finding.severity, finding.expected) == ("CK723", "error", text_with("bytes"))
     assert "File is not a zip file" in finding.actual
-
-
-def test_actor_and_reference_of_verl_with_other_weights_are_found(hf, megatron, tmp_path, only):
-    other = Path(shutil.copytree(megatron, tmp_path / "other"))
-    change(other, "decoder.final_layernorm.weight")
-    finding = only(preflight(arguments=verl(hf, megatron, other)))
-    assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
-    assert " 1 of the " in finding.actual

@@ -54,12 +54,6 @@ def test_words_of_users_are_known_and_whole_words_count():
     assert "NaN" in explain("nan zebra"), "the entries with the most of the words are listed"
 
 
-def test_several_codes_are_explained_one_after_the_other():
-    both = explain("CK101 s36")
-    assert both.startswith(explain("CK101"))
-    assert both.endswith(explain("S36"))
-
-
 def test_a_symptom_by_its_number_says_causes_command_and_checks_and_no_test():
     text = explain("s36")
     assert text.startswith("S36: The loss jumps at the first step after a resume")

@@ -305,6 +305,7 @@ Q = "model.layers.7.self_attn.q_proj.weight"
         (finding(None, "top_k = 2", "top_k = 3", CONFIG), "c.json: top_k = 2 instead of 3."),
         (finding(None, f"{CONFIG} is not JSON", file=CONFIG), "c.json is not JSON."),
         (finding(None, "no shard", file="/ckpt"), "No shard."),
+        (finding(Q, "release/x.distcp ends early", file="/m/release/x.distcp"), "release/x.distcp ends early."),
         (finding(None, "no tokenizer file", file="/models/good"), "good: no tokenizer file."),
         (finding(None, "missing", file="/ckpt"), "ckpt: missing."),
         (finding(None, "none", "factors A and B"), "Factors A and B: none."),

@@ -88,13 +88,6 @@ def test_engine_that_missed_the_update_is_named():
     assert all(line.startswith(url) for line in raised.value.details)
 
 
-def test_first_update_of_which_nothing_arrived_is_found():
-    engine = FakeEngine()
-    engine.load(weights(0), 0)
-    with checked(engine) as check, pytest.raises(CkptkitError, match="none"):
-        send(check, [engine], 1, weights(1), {})
-
-
 def test_two_updates_that_lack_different_tensors_of_experts_name_the_second():
     """Of chosen tensors the first check cannot know all parts; the second one has as many, with another gap."""
     engine, names = FakeEngine(), [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (2, 1)]

@@ -53,11 +53,6 @@ def test_pattern_of_another_model_is_found_by_the_check_of_arguments(releases, h
     assert finding.expected.startswith(f"hybrid_layer_pattern = {'*-' * 12}, ")
 
 
-def test_a_provider_of_the_launchs_own_is_not_judged(releases, hybrid):
-    report = launched(releases(NAME), hybrid, "mcore", "--custom-model-provider-path", "mine.provider")
-    assert "CK748" not in {finding.code for finding in report.findings}
-
-
 MARKED = "|".join(["*-" * 3, "*-" * 4 + "*", "-" + "*-" * 4])
 
 

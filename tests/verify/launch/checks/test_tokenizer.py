@@ -114,13 +114,6 @@ def test_two_formats_cannot_be_compared(sides):
     assert "formats" in report.reasons[0]
 
 
-def test_a_tokenizer_that_transformers_refuses_beside_one_that_it_loads(sides):
-    (sides[0] / "tokenizer.json").rename(sides[0] / "vocab.txt")
-    (finding,) = found(sides)
-    assert finding.severity == "error"
-    assert "loads" in finding.actual
-
-
 @pytest.mark.parametrize("option", ["", "--sglang-skip-tokenizer-init", "--skip-tokenizer-init"])
 def test_an_engine_without_a_tokenizer_is_an_error_unless_it_is_started_so(option, releases, tmp_path):
     """slime's rollout loads it, where the user has not put another in its place."""
