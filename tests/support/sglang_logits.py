@@ -11,6 +11,16 @@ from importlib import import_module
 import torch
 from families.case import tokens
 
+# Settings of every engine that tests start.
+PLAIN = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+}
+
 
 def main():
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -19,12 +29,7 @@ def main():
     bench.get_tokenizer = lambda *_, **__: None
     args = ServerArgs(
         model_path=sys.argv[1],
-        skip_tokenizer_init=True,
-        attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
+        **PLAIN,
         disable_radix_cache=True,
         mem_fraction_static=0.3,
         max_total_tokens=4096,
