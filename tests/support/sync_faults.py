@@ -153,11 +153,14 @@ def tensors_of(path):
 
 
 def outcome(check, version=None):
+    return _said(lambda: asdict(check.after_update(version)))
+
+
+def _said(act):
     try:
-        result = check.after_update(version)
+        return {"raised": "", **act()}
     except CkptkitError as error:
         return {"raised": error.message, "details": list(error.details)}
-    return {"raised": "", **asdict(result)}
 
 
 def checked(check, tensors, deliver, *, versions=False):
@@ -170,10 +173,7 @@ def checked(check, tensors, deliver, *, versions=False):
 
 
 def lost(check):
-    try:
-        return {"raised": "", "compared": check.after_resume()}
-    except CkptkitError as error:
-        return {"raised": error.message, "details": list(error.details)}
+    return _said(lambda: {"compared": check.after_resume()})
 
 
 def mistakes(found, tensors):
