@@ -15,7 +15,7 @@ from ckptkit.verify.witnesses.live.job import EngineJob, EngineReport
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from support import models
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sync_faults import FAULTS, faults_of
 from support.vllm_logits import SETTINGS, prepare_vllm
 
@@ -84,5 +84,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()

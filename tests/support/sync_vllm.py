@@ -5,7 +5,6 @@ its own, which the trainer's tied embeddings are. `outcomes` starts this, a proc
 """
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ckptkit.hooks import WeightSyncCheck
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sync_faults import LAYER, SLEEP, checked, lost, outcome, tensors_of, weights
 from support.vllm_logits import ON_GPU, prepare_vllm
 
@@ -133,5 +132,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()

@@ -19,7 +19,7 @@ import torch
 from families.case import tokens
 from torch import Tensor
 
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -121,6 +121,4 @@ def main(jobs):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_now()
