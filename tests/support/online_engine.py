@@ -1,9 +1,7 @@
-"""Updates real SGLang engines on a GPU: `python -m support.online_engine ORDERS.json`.
+"""Updates real SGLang engines on a GPU: `python -m support.online_engine ORDERS.json`, a line of REPORTS.jsonl a step.
 
-It writes a line of REPORTS.jsonl a step.
-An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts
-that. A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread;
-here it runs on all of them, while the first engine starts.
+A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread; here it
+runs on all of them, while the first engine starts.
 """
 
 import json

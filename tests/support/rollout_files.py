@@ -1,7 +1,4 @@
-"""Rollout files as slime and miles write them, with log-probabilities by transformers' own forward pass.
-
-`Sample` is written down here field by field after slime/utils/types.py, and `to_dict` does what its own does.
-"""
+"""Rollout files as slime and miles write them, with log-probabilities by transformers' own forward pass."""
 
 import json
 import re
@@ -49,7 +46,7 @@ _FIELDS = {
 
 
 class Sample(SimpleNamespace):
-    """A prompt with a response, with slime's fields in slime's order."""
+    """A prompt with a response, with the fields of slime/utils/types.py in their order."""
 
     def __init__(self, **fields):
         super().__init__(**deepcopy(_FIELDS) | fields)

@@ -1,8 +1,6 @@
 """Logits by SGLang's own forward pass on a GPU: `python -m support.sglang_logits MODEL OUT`.
 
-It saves float32 [2, 16, vocabulary].
-The tokens are those of `families.case.tokens`. A prompt ends at every position, since SGLang gives the logits of a
-prompt's last token.
+A prompt ends at every position, since SGLang gives the logits of a prompt's last token.
 """
 
 import sys

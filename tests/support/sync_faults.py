@@ -1,7 +1,4 @@
-"""What can go wrong between a trainer and its engine, as changes of what is sent; one table for every engine.
-
-A run is a list of `Update`s: two sound ones, then each fault that touches the model, with a sound one after it.
-"""
+"""What can go wrong between a trainer and its engine, as changes of what is sent; one table for every engine."""
 
 import json
 import re
