@@ -111,7 +111,7 @@ def ids_of(text):
     return [SPECIAL.index(one) if one in SPECIAL else BYTES[one] for one in re.findall(r"<bos>|<eos>|.", text)]
 
 
-def add_tokenizer(path, template=TEMPLATE):
+def add_tokenizer(path):
     vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -120,5 +120,4 @@ def add_tokenizer(path, template=TEMPLATE):
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", "unk_token": "<unk>"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if template is not None:
-        (path / "chat_template.jinja").write_text(template)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
