@@ -61,8 +61,8 @@ def _writes(verb):
     return {phase: one for phase, one in _WRITES.items() if phase != "index"} | _MEGATRON_WRITES
 
 
-def _with(one, action, value=0, times=_ALWAYS, call=""):
-    return Injection(call or one.call, one.pattern, action, value, one.first, times)
+def _with(one, action, value=0, times=_ALWAYS):
+    return Injection(one.call, one.pattern, action, value, one.first, times)
 
 
 def _source(verb):

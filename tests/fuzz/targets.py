@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
 from itertools import islice
@@ -53,47 +53,41 @@ class Target:
     largest: int = 2048
 
 
-def _json(_):
-    def unit(data):
-        try:
-            found = json_text.parse(data)
-        except ValueError:
-            return
-        assert repr(found) == repr(json.loads(data.decode()))
-
-    return unit
+def _plain(run):
+    """For a parser that needs nothing in its scratch directory."""
+    return lambda folder: partial(run, folder)
 
 
-def _shard(folder):
+def _json(_, data):
+    try:
+        found = json_text.parse(data)
+    except ValueError:
+        return
+    assert repr(found) == repr(json.loads(data.decode()))
+
+
+def _shard(folder, data):
+    """A header as it is, with the number of bytes behind it in the first two bytes."""
     file = folder / SINGLE
-
-    def unit(data):
-        """A header as it is, with the number of bytes behind it in the first two bytes."""
-        size, header = int.from_bytes(data[:2], "little"), data[2:]
-        content = struct.pack("<Q", len(header)) + header + bytes(size)
-        file.write_bytes(content)
-        shard = scan_shard(file)
-        if shard.readable and not shard.faults:
-            theirs = safetensors.deserialize(content)
-            assert {name: tuple(one["shape"]) for name, one in theirs} == {
-                name: spec.shape for name, spec in shard.specs.items()
-            }
-        else:
-            with suppress(CkptkitError):
-                shard.sound()
-                raise AssertionError("faults that are not errors")
-
-    return unit
+    size, header = int.from_bytes(data[:2], "little"), data[2:]
+    content = struct.pack("<Q", len(header)) + header + bytes(size)
+    file.write_bytes(content)
+    shard = scan_shard(file)
+    if shard.readable and not shard.faults:
+        theirs = safetensors.deserialize(content)
+        assert {name: tuple(one["shape"]) for name, one in theirs} == {
+            name: spec.shape for name, spec in shard.specs.items()
+        }
+    else:
+        with suppress(CkptkitError):
+            shard.sound()
+            raise AssertionError("faults that are not errors")
 
 
-def _shard_bytes(folder):
+def _shard_bytes(folder, data):
     file = folder / SINGLE
-
-    def unit(data):
-        file.write_bytes(data)
-        scan_shard(file)
-
-    return unit
+    file.write_bytes(data)
+    scan_shard(file)
 
 
 def _index(folder):
@@ -109,14 +103,11 @@ def _index(folder):
     return unit
 
 
-def _pickle(_):
-    def unit(data):
-        with suppress(pickle.UnpicklingError):
-            unpickle.loads(data)
-        with suppress(pickle.UnpicklingError):
-            unpickle.loads(data, {"collections.OrderedDict", "torch._utils._rebuild_tensor_v2"}.__contains__)
-
-    return unit
+def _pickle(_, data):
+    with suppress(pickle.UnpicklingError):
+        unpickle.loads(data)
+    with suppress(pickle.UnpicklingError):
+        unpickle.loads(data, {"collections.OrderedDict", "torch._utils._rebuild_tensor_v2"}.__contains__)
 
 
 def _read_saved(file, data):
@@ -160,19 +151,16 @@ def _zip(folder):
     return unit
 
 
-def _metadata(folder):
-    def unit(data):
-        (folder / ".metadata").write_bytes(data)
-        with suppress(CkptkitError):
-            found = TorchDistCheckpoint(folder)
-            for name in islice(found.specs, 8):
-                with suppress(CkptkitError):
-                    found.extents(name)
-                with suppress(CkptkitError):
-                    found.stretch(name, 0)
-                list(found.byte_ranges([name]))
-
-    return unit
+def _metadata(folder, data):
+    (folder / ".metadata").write_bytes(data)
+    with suppress(CkptkitError):
+        found = TorchDistCheckpoint(folder)
+        for name in islice(found.specs, 8):
+            with suppress(CkptkitError):
+                found.extents(name)
+            with suppress(CkptkitError):
+                found.stretch(name, 0)
+            list(found.byte_ranges([name]))
 
 
 def _tracker(folder):
@@ -188,70 +176,53 @@ def _tracker(folder):
     return unit
 
 
-def _manifest(folder):
-    def unit(data):
-        (folder / "ckptkit.json").write_bytes(data)
-        with suppress(CkptkitError):
-            read_manifest(folder / "ckptkit.json")
-
-    return unit
+def _manifest(folder, data):
+    (folder / "ckptkit.json").write_bytes(data)
+    with suppress(CkptkitError):
+        read_manifest(folder / "ckptkit.json")
 
 
-def _patterns(_):
-    def unit(data):
-        entry, *names = data.decode(errors="replace").split("\n")
-        with suppress(CkptkitError):
-            check_entries([entry], "ignore")
-            match = matcher(entry)
-            for name in (*names, *_NAMES):
-                match(name)
-
-    return unit
+def _patterns(_, data):
+    entry, *names = data.decode(errors="replace").split("\n")
+    with suppress(CkptkitError):
+        check_entries([entry], "ignore")
+        match = matcher(entry)
+        for name in (*names, *_NAMES):
+            match(name)
 
 
-def _config(folder):
+def _config(folder, data):
     file = folder / "config.json"
-
-    def unit(data):
-        file.write_bytes(data)
-        with suppress(CkptkitError):
-            config = read_json(file)
-            dims_of(config)
-            mappings_of(config)
-            for rule in islice(rules_of(config), 40):
-                assert all(min(shape, default=1) >= 0 for shape in (rule.megatron_shape, *rule.hf.values()))
-
-    return unit
+    file.write_bytes(data)
+    with suppress(CkptkitError):
+        config = read_json(file)
+        dims_of(config)
+        mappings_of(config)
+        for rule in islice(rules_of(config), 40):
+            assert all(min(shape, default=1) >= 0 for shape in (rule.megatron_shape, *rule.hf.values()))
 
 
-def _shell(_):
-    def unit(data):
-        # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
-        with patch.object(values, "MAX_STEPS", 300), suppress(CkptkitError):
-            found = read_script(None, data.decode(errors="replace"))
-            parse_arguments(found.words)
-
-    return unit
+def _shell(_, data):
+    # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
+    with patch.object(values, "MAX_STEPS", 300), suppress(CkptkitError):
+        found = read_script(None, data.decode(errors="replace"))
+        parse_arguments(found.words)
 
 
-def _settings(folder):
+def _settings(folder, data):
     """A YAML file, and behind a line `%%` overrides, one a line."""
     file = folder / "job.yaml"
-
-    def unit(data):
-        yaml, _, overrides = data.partition(b"\n%%\n")
-        file.write_bytes(yaml)
-        words = [Word(one) for one in overrides.decode(errors="replace").split("\n")]
-        with suppress(CkptkitError):
-            tree, _ = apply_overrides(compose(file).tree, words)
-            config = Config(tree, {"HOME": "/root"})
-            for key in islice(config.names(), 50):
-                with suppress(UnresolvedError):
-                    config.find(key)
-        with suppress(CkptkitError):
-            read_job(Launch(LaunchText(tuple(words)), environment={"HOME": "/root"}), file)
-
-    return unit
+    yaml, _, overrides = data.partition(b"\n%%\n")
+    file.write_bytes(yaml)
+    words = [Word(one) for one in overrides.decode(errors="replace").split("\n")]
+    with suppress(CkptkitError):
+        tree, _ = apply_overrides(compose(file).tree, words)
+        config = Config(tree, {"HOME": "/root"})
+        for key in islice(config.names(), 50):
+            with suppress(UnresolvedError):
+                config.find(key)
+    with suppress(CkptkitError):
+        read_job(Launch(LaunchText(tuple(words)), environment={"HOME": "/root"}), file)
 
 
 def _triage(folder):
@@ -271,19 +242,19 @@ def _triage(folder):
 
 
 TARGETS = {
-    "json": Target(_json, is_json=True),
-    "shard": Target(_shard),
-    "shard-bytes": Target(_shard_bytes),
+    "json": Target(_plain(_json), is_json=True),
+    "shard": Target(_plain(_shard)),
+    "shard-bytes": Target(_plain(_shard_bytes)),
     "index": Target(_index, is_json=True),
-    "pickle": Target(_pickle),
+    "pickle": Target(_plain(_pickle)),
     "torch-save": Target(_torch_save),
     "zip": Target(_zip),
-    "metadata": Target(_metadata, largest=4096),
+    "metadata": Target(_plain(_metadata), largest=4096),
     "tracker": Target(_tracker, largest=300),
-    "manifest": Target(_manifest, is_json=True),
-    "patterns": Target(_patterns, largest=120),
-    "config": Target(_config, is_json=True),
-    "shell": Target(_shell, largest=512),
-    "settings": Target(_settings, largest=1024),
+    "manifest": Target(_plain(_manifest), is_json=True),
+    "patterns": Target(_plain(_patterns), largest=120),
+    "config": Target(_plain(_config), is_json=True),
+    "shell": Target(_plain(_shell), largest=512),
+    "settings": Target(_plain(_settings), largest=1024),
     "triage": Target(_triage, largest=1024),
 }

@@ -23,6 +23,12 @@ def failed(report):
     return {finding.code for finding in report.findings if finding.severity == "error"}
 
 
+def assert_passed(report, *codes):
+    """That these checks of the engine passed, and there is no other."""
+    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
+    assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
+
+
 def holds_draft(report):
     """Whether a second engine was read back, with many tensors of a draft model."""
     (held, *_) = report.facts.get("SGLang engine, with speculative decoding", ["0 of none"])
@@ -42,9 +48,7 @@ def sound_in_int4(report):
 @pytest.mark.parametrize("name", ["dense", "moe", "mla"])
 def test_updates_release_and_logits_of_sound_models_pass(name, tmp_path):
     report = verified(saved(name, tmp_path))
-    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
-    codes = ["CK511", "CK512", "CK513", "CK601"]
-    assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
+    assert_passed(report, "CK511", "CK512", "CK513", "CK601")
     assert report.findings == []
     assert holds_draft(report) == (name == "mla")  # which has a multi-token prediction layer
 
@@ -54,9 +58,7 @@ def test_models_in_fp8_compute_what_they_stand_for(name, tmp_path):
     """Within the noise of weights in bfloat16 and inputs in FP8, loaded from disk and by updates."""
     quantize(saved(name, tmp_path), tmp_path / "fp8", FloatScheme("fp8-block"))
     report = _kept(verified(tmp_path / "fp8"), name)
-    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
-    codes = ["CK511", "CK512", "CK513", "CK601"]
-    assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
+    assert_passed(report, "CK511", "CK512", "CK513", "CK601")
     # SGLang 0.5.16 makes these scales parameters in latent attention alone, and resuming loses them.
     lost = {str(finding.tensor).rpartition(".")[2] for finding in report.findings if finding.code == "CK513"}
     assert lost == ({"k_scale", "v_scale"} if name == "mla" else set())
@@ -124,8 +126,7 @@ def test_a_tensor_that_updates_leave_out_is_named(tmp_path):
 
 def test_a_draft_model_is_updated_and_resumed_with_the_model(tmp_path):
     report = verified(saved("glm", tmp_path), frozenset({"engine", "update", "release-resume"}))
-    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code.startswith("CK51")}
-    assert statuses == dict.fromkeys(("CK511", "CK512", "CK513"), ("passed", None)), report.findings
+    assert_passed(report, "CK511", "CK512", "CK513")
     assert holds_draft(report)
 
 

@@ -1,7 +1,4 @@
-"""What real Megatron computes on GPUs against transformers: both layer specs, and over NCCL with several ranks.
-
-Thresholds are multiples of the noise that transformers has in the same dtype in the same run.
-"""
+"""What real Megatron computes on GPUs against transformers: both layer specs, and over NCCL with several ranks."""
 
 from importlib.util import find_spec
 

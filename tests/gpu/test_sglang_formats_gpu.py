@@ -1,9 +1,4 @@
-"""INT4 of every model type into real SGLang on a GPU, through the repacking for its kernels.
-
-The whole matrix of models, formats and ways is a program, which does the same with each checkpoint where there is a
-GPU: `make sglang-matrix`, or in parts `python lab/sglang_matrix.py --only 'wide .*INT4 128'` and `--limit 100`,
-with the repository and `tests` on PYTHONPATH. The sizes called wide fit the tiles of Marlin's kernels.
-"""
+"""INT4 of every model type into real SGLang on a GPU, through the repacking for its kernels."""
 
 import pytest
 from support.sglang_formats import IN_INT4, write_all

@@ -1,8 +1,4 @@
-"""SGLang's own forward pass against transformers' logits, family by family: SGLang puts tensors where it uses them.
-
-What `verify --against-sglang` cannot see, it takes from here: it follows every tensor into SGLang's parameters, and
-these logits show that they are the right ones.
-"""
+"""SGLang's own forward pass against transformers' logits, family by family: SGLang puts tensors where it uses them."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""`verify --against-vllm --update --release-resume --logits` with a real `vllm.LLM` on a GPU.
-
-Sound models pass, broken updates do not. tests/verify/witnesses/vllm/test_vllm_live_cpu.py has what needs no GPU.
-"""
+"""`verify --against-vllm --update --release-resume --logits` with a real `vllm.LLM` on a GPU."""
 
 import pytest
 from support import models

@@ -1,8 +1,4 @@
-"""vLLM's own forward pass on a GPU against transformers' log-probabilities: each model type, and after repacking.
-
-What `verify --against-vllm` cannot see, it takes from here: it follows every tensor into vLLM's parameters and through
-its steps after loading, and these log-probabilities show that they are what its kernels want.
-"""
+"""vLLM's own forward pass on a GPU against transformers' log-probabilities: each model type, and after repacking."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""What Megatron-LM's training package and the tools around it ask of a GPU, answered by the CPU.
-
-It patches torch for the whole process, so only processes of their own call it. Nothing that converts, saves or loads a
-weight is replaced.
-"""
+"""Answers of the CPU to what Megatron-LM's training package and tools ask of a GPU, by patches of the whole process."""
 
 from types import SimpleNamespace
 

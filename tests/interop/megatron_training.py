@@ -1,7 +1,4 @@
-"""Megatron-LM's `load_checkpoint` and `save_checkpoint` on ranks of their own, over gloo, without a GPU.
-
-Its arguments are what `ckptkit inspect --megatron-args` prints, parsed and validated by Megatron-LM itself.
-"""
+"""Megatron-LM's `load_checkpoint` and `save_checkpoint` on ranks of their own, over gloo, without a GPU."""
 
 import json
 import os

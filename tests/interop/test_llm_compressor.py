@@ -1,7 +1,4 @@
-"""llm-compressor: its INT4 checkpoints through `lint`, `verify` and `convert`, and the bytes of its floats.
-
-Its own compressed-tensors unpacks the INT4 weights to compare with.
-"""
+"""llm-compressor: its INT4 checkpoints through `lint`, `verify` and `convert`, and the bytes of its floats."""
 
 import re
 

@@ -1,8 +1,4 @@
-"""mbridge, which slime, miles and verl have used: its conversions against ckptkit's, both ways, bit for bit.
-
-Its models have Transformer Engine's layers, for whose parameters a stand-in is there on the CPU. Everything that maps,
-cuts, saves and loads weights is mbridge's and megatron-core's own.
-"""
+"""mbridge, which slime, miles and verl have used: its conversions against ckptkit's, both ways, bit for bit."""
 
 import re
 from collections import Counter

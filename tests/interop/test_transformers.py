@@ -1,7 +1,4 @@
-"""transformers loads what `convert` and `quantize` write: it knows every key and initializes nothing itself.
-
-transformers only logs what it initializes, and so a wrong name ends in a model that answers garbage.
-"""
+"""transformers loads what `convert` and `quantize` write: it knows every key and initializes nothing itself."""
 
 import json
 import logging

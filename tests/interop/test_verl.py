@@ -1,8 +1,4 @@
-"""verl's model merger, which makes an HF directory of what verl saves while it trains with Megatron or FSDP.
-
-With Megatron verl saves as megatron-core does by default, all layers of a key in one tensor. Its merger asks for the
-same and does not read what the checkpoint says of its own layout (`content_metadata`), as Megatron-LM does.
-"""
+"""verl's model merger, which makes an HF directory of what verl saves while it trains with Megatron or FSDP."""
 
 import shutil
 from itertools import product

@@ -60,8 +60,8 @@ def metadata(path, key, change, named=None):
     return named
 
 
-def index_of(content, key, part=0):
-    return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
+def index_of(content, key):
+    return next(index for index in content.storage_data if (index.fqn, index.index) == (key, 0))
 
 
 def stored_at(content, key):

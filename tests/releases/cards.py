@@ -1,7 +1,4 @@
-"""`make cards`: pages of releases, made from their published headers alone, and compared with real weights.
-
-The plan, the Megatron arguments and the INT4 decision are those of ckptkit's own verbs; nothing is written by hand.
-"""
+"""`make cards`: pages of releases, made from their published headers alone, and compared with real weights."""
 
 import sys
 import tempfile

@@ -5,7 +5,6 @@ add to the base's weights, by the engine's module and the part of it; or `refuse
 """
 
 import json
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.process.exit_report import ExitReport
+from support.processes import end_now
 
 SCRATCH = Path(mkdtemp(prefix="adapters-"))
 RANK = 8
@@ -121,8 +121,7 @@ def main():
             save_file({name: one.contiguous() for name, one in found.items()}, output)
         except Exception as error:  # noqa: BLE001 - what an engine refuses is what is asked
             Path(f"{output}.refused").write_text(f"{type(error).__name__}: {error}")
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()
 
 
 if __name__ == "__main__":

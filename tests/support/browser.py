@@ -91,15 +91,8 @@ def page(profile):
         os.dup2(other, 4)
 
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
-    command = [
-        str(found()),
-        "--headless",
-        *sandbox,
-        f"--user-data-dir={profile}",
-        "--disable-gpu",
-        "--no-first-run",
-        "--remote-debugging-pipe",
-    ]
+    flags = ["--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+    command = [str(found()), *sandbox, *flags]
     browser = subprocess.Popen(
         command, preexec_fn=arrange, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -5,7 +5,6 @@ each tensor went; or what the engine refused.
 """
 
 import json
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +19,7 @@ from ckptkit.verify.witnesses.loading.engine import ModelBuild
 from ckptkit.verify.witnesses.loading.placement import Placement, flat_elements
 from ckptkit.verify.witnesses.loading.trace import Trace
 from ckptkit.verify.witnesses.process.exit_report import ExitReport
+from support.processes import end_now
 
 SCRATCH = Path(mkdtemp(prefix="drafts-"))
 
@@ -97,8 +97,7 @@ def main():
         except Exception as error:  # noqa: BLE001 - what an engine refuses is what is asked
             found[draft] = {"refused": f"{type(error).__name__}: {error}"}
     Path(output).write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()
 
 
 if __name__ == "__main__":

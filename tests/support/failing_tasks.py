@@ -1,7 +1,4 @@
-"""Runs on a Ray cluster in which one task fails while others end.
-
-`python tests/support/failing_tasks.py ADDRESS ROUNDS` prints how often each happened.
-"""
+"""Runs on a Ray cluster in which one task fails while others end: `python failing_tasks.py ADDRESS ROUNDS`."""
 
 import sys
 

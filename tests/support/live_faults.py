@@ -15,9 +15,9 @@ from ckptkit.verify.witnesses.live.job import EngineJob, EngineReport
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from support import models
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sync_faults import FAULTS, faults_of
-from support.vllm_logits import SETTINGS
+from support.vllm_logits import SETTINGS, prepare_vllm
 
 NONE = "none"
 # The module that starts the engine, and the one that reads the buckets.
@@ -66,10 +66,7 @@ def main():
     os.environ.update(SETTINGS)
     engine, root, path = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if engine == "vllm":
-        sys.modules["deep_gemm"] = None
-        import vllm.model_executor.models.registry as registry
-
-        registry._run_in_subprocess = lambda function: function()
+        prepare_vllm()
     starts, sends = ADAPTERS[engine]
     adapter = import_module(starts)
     job = EngineJob(str(path), [], report=str(root / "report"), update=True)
@@ -87,5 +84,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()

@@ -168,15 +168,8 @@ def write_checkout(folder):
 def printed(folder, file, arguments, environment):
     """What Python prints for a file of the checkout."""
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), **environment}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(file), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=variables,
-        cwd=folder,
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-W", "ignore", str(file), *arguments]
+    return subprocess.check_output(command, text=True, env=variables, cwd=folder).strip()
 
 
 def printed_words(folder, file, environment):

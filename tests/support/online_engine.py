@@ -1,9 +1,7 @@
-"""Updates real SGLang engines on a GPU: `python -m support.online_engine ORDERS.json`.
+"""Updates real SGLang engines on a GPU: `python -m support.online_engine ORDERS.json`, a line of REPORTS.jsonl a step.
 
-It writes a line of REPORTS.jsonl a step.
-An order is {"name", "int4": the directory that the engine serves, "bf16": the weights of the trainer}. `run` starts
-that. A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread;
-here it runs on all of them, while the first engine starts.
+A machine that never ran these kernels first compiles Marlin's for experts, which takes minutes on one thread; here it
+runs on all of them, while the first engine starts.
 """
 
 import json
@@ -17,6 +15,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.online.quantizer import OnlineQuantizer
 from support.online_runs import swapped, trainer
 from support.processes import run_logged
+from support.sglang_logits import PLAIN
 
 BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 PROMPTS = [[5, 17, 42, 256, 9, 31], [7, 7, 100, 3, 250]]
@@ -41,12 +40,7 @@ def start(model):
         model_path=str(model),
         load_format="auto",
         dtype="bfloat16",
-        skip_tokenizer_init=True,
-        attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
+        **PLAIN,
         disable_shared_experts_fusion=True,
         mem_fraction_static=0.2,
         random_seed=0,

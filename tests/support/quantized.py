@@ -45,19 +45,22 @@ def write(plain, target, wanted, quantizer, edit):
 def rewrite(plain, target, store, edit):
     """A copy of an HF directory whose tensors become those that `store` makes of each; its config is edited."""
     shutil.copytree(plain, target)
-    weight_map, total = {}, 0
+    weight_map = {}
     for file in sorted(target.glob("*.safetensors")):
         stored = {}
         for name, tensor in load_file(file).items():
             stored |= {part_name: part.contiguous() for part_name, part in store(name, tensor).items()}
         save_file(stored, file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
-        total += sum(tensor.nbytes for tensor in stored.values())
-    (target / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
-    )
+    write_index(target, weight_map)
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(edit(config), indent=2))
+
+
+def write_index(path, weight_map):
+    total = sum(tensor.nbytes for tensor in models.tensors(path).values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
 def blocks(weight, height, width):
@@ -170,12 +173,7 @@ def widen(path, plain, part):
     groups["group_1"] = first | {"weights": first["weights"] | {"num_bits": 8}, "targets": [f"re:.*{re.escape(part)}$"]}
     groups["group_0"] = first | {"targets": [others]}
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    index = path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["metadata"]["total_size"] = sum(
-        one.nbytes for file in path.glob("*.safetensors") for one in load_file(file).values()
-    )
-    index.write_text(json.dumps(content))
+    write_index(path, json.loads((path / "model.safetensors.index.json").read_text())["weight_map"])
 
 
 def one_target(content):

@@ -57,15 +57,9 @@ class Bucket:
 @contextmanager
 def use_s3(monkeypatch, address):
     """Meanwhile s3:// means the server at this address, and nothing of this machine's own settings is used."""
-    settings = {
-        "AWS_ENDPOINT_URL": address,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_MAX_ATTEMPTS": "1",
-        **KEYS,
-    }
-    nowhere = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
-    for name, value in {**settings, **nowhere}.items():
+    settings = {"AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    nowhere = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_MAX_ATTEMPTS": "1"}
+    for name, value in {**settings, **nowhere, **KEYS}.items():
         monkeypatch.setenv(name, value)
     # Which servers they talk to is settled when file systems are made.
     s3fs.S3FileSystem.clear_instance_cache()

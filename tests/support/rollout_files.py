@@ -1,7 +1,4 @@
-"""Rollout files as slime and miles write them, with log-probabilities by transformers' own forward pass.
-
-`Sample` is written down here field by field after slime/utils/types.py, and `to_dict` does what its own does.
-"""
+"""Rollout files as slime and miles write them, with log-probabilities by transformers' own forward pass."""
 
 import json
 import re
@@ -49,7 +46,7 @@ _FIELDS = {
 
 
 class Sample(SimpleNamespace):
-    """A prompt with a response, with slime's fields in slime's order."""
+    """A prompt with a response, with the fields of slime/utils/types.py in their order."""
 
     def __init__(self, **fields):
         super().__init__(**deepcopy(_FIELDS) | fields)
@@ -114,7 +111,7 @@ def ids_of(text):
     return [SPECIAL.index(one) if one in SPECIAL else BYTES[one] for one in re.findall(r"<bos>|<eos>|.", text)]
 
 
-def add_tokenizer(path, template=TEMPLATE):
+def add_tokenizer(path):
     vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -123,5 +120,4 @@ def add_tokenizer(path, template=TEMPLATE):
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", "unk_token": "<unk>"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if template is not None:
-        (path / "chat_template.jinja").write_text(template)
+    (path / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,8 +1,7 @@
-"""The cells of the matrix model x format x way for SGLang: how the checkpoint of each is made, and what became of it.
+"""The cells of the matrix model x format x way for SGLang, which `make sglang-matrix` loads.
 
-`make sglang-matrix` loads all of them. A cell is clean where every element of every tensor stands in a parameter, bit
-for bit, and none was left unwritten; or ckptkit or SGLang refuses it, and the reason is printed; or SGLang's class
-leaves something out that LIMITS names. All else is a false failure.
+A cell is clean where every element of every tensor stands in a parameter, bit for bit, and none was left unwritten; or
+ckptkit or SGLang refuses it; or SGLang's class leaves something out that LIMITS names. All else is a false failure.
 """
 
 import re

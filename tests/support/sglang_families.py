@@ -2,10 +2,12 @@
 
 import re
 
-from families import HF_CASES
+from families import HF_CASES, OF_A_KIND
 
 from ckptkit.verify.witnesses.loading.job import EngineSizes
 from support.installed import release
+from support.models import UNREAD
+from support.nightly import daily
 from support.sglang_runs import LOST
 
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
@@ -71,6 +73,23 @@ COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]
+
+
+def of_a_kind(names):
+    """By day those that are like no other."""
+    return daily(names, [name for name in names if name in OF_A_KIND])
+
+
+def unread(name, tensors, report):
+    """The tensors that an engine's class leaves aside: of a draft model, and those of `UNREAD`."""
+    starts = UNREAD.get(name, ())
+    return {one for one in tensors if one in report.draft or one.startswith(starts) or "rotary_emb.inv_freq" in one}
+
+
+def holds_draft(draft, tensors):
+    """Asserts that a draft model holds all of its tensors."""
+    assert (draft.unwritten, draft.dropped, draft.differing, draft.routers, draft.computed) == ((), (), (), (), ())
+    assert draft.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
 
 
 def names_faults(report, tensors, lost=LOST):

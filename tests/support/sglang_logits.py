@@ -1,8 +1,6 @@
 """Logits by SGLang's own forward pass on a GPU: `python -m support.sglang_logits MODEL OUT`.
 
-It saves float32 [2, 16, vocabulary].
-The tokens are those of `families.case.tokens`. A prompt ends at every position, since SGLang gives the logits of a
-prompt's last token.
+A prompt ends at every position, since SGLang gives the logits of a prompt's last token.
 """
 
 import sys
@@ -10,6 +8,16 @@ from importlib import import_module
 
 import torch
 from families.case import tokens
+
+# Settings of every engine that tests start.
+PLAIN = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+}
 
 
 def main():
@@ -19,12 +27,7 @@ def main():
     bench.get_tokenizer = lambda *_, **__: None
     args = ServerArgs(
         model_path=sys.argv[1],
-        skip_tokenizer_init=True,
-        attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
+        **PLAIN,
         disable_radix_cache=True,
         mem_fraction_static=0.3,
         max_total_tokens=4096,

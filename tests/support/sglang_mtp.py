@@ -115,39 +115,28 @@ def _qwen(kind, config, tensors, block, norm):
 
 
 def _qwen3_next(config, tensors):
-    from families.mtp import load_layer
-    from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP
-    from transformers.models.qwen3_next.modeling_qwen3_next import (
-        Qwen3NextDecoderLayer,
-        Qwen3NextRMSNorm,
-        Qwen3NextRotaryEmbedding,
-    )
+    from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP as Kind
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-    layer = Qwen3NextDecoderLayer(config, config.num_hidden_layers - 1)
-    load_layer(layer, "mtp.layers.0.", tensors)
-    return _qwen(
-        Qwen3NextForCausalLMMTP, config, tensors, Block(layer, Qwen3NextRotaryEmbedding(config)), Qwen3NextRMSNorm
-    )
+    layer, rotary = theirs.Qwen3NextDecoderLayer, theirs.Qwen3NextRotaryEmbedding(config)
+    return _qwen(Kind, config, tensors, Block(_loaded(layer, config, tensors), rotary), theirs.Qwen3NextRMSNorm)
 
 
 def _qwen3_5(config, tensors):
-    from families.mtp import load_layer
-    from sglang.srt.models.qwen3_5_mtp import Qwen3_5ForCausalLMMTP
-    from transformers.models.qwen3_5.modeling_qwen3_5 import (
-        Qwen3_5DecoderLayer,
-        Qwen3_5RMSNorm,
-        Qwen3_5TextRotaryEmbedding,
-    )
+    from sglang.srt.models.qwen3_5_mtp import Qwen3_5ForCausalLMMTP as Kind
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-    layer = Qwen3_5DecoderLayer(config.text_config, config.text_config.num_hidden_layers - 1)
+    text = config.text_config
+    layer, rotary = theirs.Qwen3_5DecoderLayer, theirs.Qwen3_5TextRotaryEmbedding(text)
+    return _qwen(Kind, text, tensors, Block(_loaded(layer, text, tensors), rotary), theirs.Qwen3_5RMSNorm)
+
+
+def _loaded(kind, config, tensors):
+    from families.mtp import load_layer
+
+    layer = kind(config, config.num_hidden_layers - 1)
     load_layer(layer, "mtp.layers.0.", tensors)
-    return _qwen(
-        Qwen3_5ForCausalLMMTP,
-        config.text_config,
-        tensors,
-        Block(layer, Qwen3_5TextRotaryEmbedding(config.text_config)),
-        Qwen3_5RMSNorm,
-    )
+    return layer
 
 
 def _bare(kind, config, norms, projection):

@@ -1,8 +1,6 @@
 """Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
 
-`python -m support.sglang_runs CASES.json RANK`, where CASES is a list of {"job": LoadJob as a dict, "alter": a name
-of ALTER}. `run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under
-test.
+Also what the tests quantize with: a formula that shares nothing with the code under test.
 """
 
 import json

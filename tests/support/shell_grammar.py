@@ -51,15 +51,8 @@ class Bash:
         command = ["bash", self.run.name, *ARGUMENTS]
         environment = {**self.environment, "OUT": str(self.out)}
         try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                cwd=self.folder,
-                capture_output=True,
-                stdin=subprocess.DEVNULL,
-                timeout=5,
-                check=False,
-            )
+            how = {"env": environment, "cwd": self.folder, "capture_output": True, "stdin": subprocess.DEVNULL}
+            done = subprocess.run(command, **how, timeout=5, check=False)
         except subprocess.TimeoutExpired:
             return None, "", b""
         self.run.write_text(text)

@@ -45,8 +45,8 @@ def _experts(layer, channels, random):
         yield f"{prefix}w2.weight", (down * sizes[:, None] * channels).T.contiguous()
 
 
-def structured(seed=0):
-    random = torch.Generator().manual_seed(seed)
+def structured():
+    random = torch.Generator().manual_seed(0)
     channels, attention, mlp = (_sizes(HIDDEN, spread, random) for spread in (0.2, 0.5, 0.5))
     turned = _sizes(HEAD // 2, 0.5, random)
     found = {"model.norm.weight": _sizes(HIDDEN, 0.2, random)}
@@ -60,11 +60,11 @@ def structured(seed=0):
     return {name: tensor.bfloat16() for name, tensor in found.items()}
 
 
-def unstructured(seed=0):
-    random = torch.Generator().manual_seed(seed)
+def unstructured():
+    random = torch.Generator().manual_seed(0)
     return {
         name: tensor if tensor.dim() == 1 else (torch.randn(tensor.shape, generator=random) / 16).bfloat16()
-        for name, tensor in structured(seed).items()
+        for name, tensor in structured().items()
     }
 
 

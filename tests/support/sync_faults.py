@@ -1,7 +1,4 @@
-"""What can go wrong between a trainer and its engine, as changes of what is sent; one table for every engine.
-
-A run is a list of `Update`s: two sound ones, then each fault that touches the model, with a sound one after it.
-"""
+"""What can go wrong between a trainer and its engine, as changes of what is sent; one table for every engine."""
 
 import json
 import re
@@ -153,11 +150,14 @@ def tensors_of(path):
 
 
 def outcome(check, version=None):
+    return _said(lambda: asdict(check.after_update(version)))
+
+
+def _said(act):
     try:
-        result = check.after_update(version)
+        return {"raised": "", **act()}
     except CkptkitError as error:
         return {"raised": error.message, "details": list(error.details)}
-    return {"raised": "", **asdict(result)}
 
 
 def checked(check, tensors, deliver, *, versions=False):
@@ -170,10 +170,7 @@ def checked(check, tensors, deliver, *, versions=False):
 
 
 def lost(check):
-    try:
-        return {"raised": "", "compared": check.after_resume()}
-    except CkptkitError as error:
-        return {"raised": error.message, "details": list(error.details)}
+    return _said(lambda: {"compared": check.after_resume()})
 
 
 def mistakes(found, tensors):

@@ -1,7 +1,6 @@
 """Updates real SGLang servers on GPUs and checks each: `python -m support.sync_servers ROOT TP`.
 
-It writes a line of ROOT/reports.jsonl a check. ROOT/models has the models. All servers start at once. Weights go as
-trainers send them: as handles of GPU memory in a request over HTTP, in several buckets. `run` starts this.
+Weights go as trainers send them: as handles of GPU memory in a request over HTTP, in several buckets.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Checksums by SGLang's own checker of SGLang's own models on the CPU.
-
-Each rank loads each model as SGLang does, then updates it by `load_weights` as `sync_faults.updates` says.
-"""
+"""Checksums by SGLang's own checker of SGLang's own models on the CPU."""
 
 import json
 from functools import partial

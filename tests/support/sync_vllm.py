@@ -5,7 +5,6 @@ its own, which the trainer's tied embeddings are. `outcomes` starts this, a proc
 """
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 import torch
 
 from ckptkit.hooks import WeightSyncCheck
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sync_faults import LAYER, SLEEP, checked, lost, outcome, tensors_of, weights
-from support.vllm_logits import ON_GPU, SETTINGS
+from support.vllm_logits import ON_GPU, prepare_vllm
 
 HEAD = "lm_head.weight"
 # Packed weights are laid out anew by vLLM's layerwise reload alone.
@@ -122,11 +121,7 @@ def of_stages(engine):
 
 
 def main():
-    os.environ.update(SETTINGS)
-    sys.modules["deep_gemm"] = None
-    import vllm.model_executor.models.registry as registry
-
-    registry._run_in_subprocess = lambda function: function()
+    prepare_vllm()
     out, stages, path = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     engine = Engine(path, stages)
     with out.open("w") as lines:
@@ -137,5 +132,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()

@@ -4,7 +4,6 @@ FILE has the words of the question and gets the answer, both as JSON. `ask` star
 """
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from ckptkit.verify.witnesses.process.interpreter import python_of
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 
 PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -161,5 +160,4 @@ QUESTIONS = {"lists": of_lists, "model": of_model, "adapters": of_adapters}
 if __name__ == "__main__":
     asked, file = QUESTIONS[sys.argv[1]], Path(sys.argv[2])
     file.write_text(json.dumps([asked(*words) for words in json.loads(file.read_text())]))
-    sys.stdout.flush()
-    os._exit(0)
+    end_now()

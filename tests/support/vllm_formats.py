@@ -83,7 +83,7 @@ def write_all(root, wanted, meant=None):
             yield label, plain
             continue
         target = root / label
-        quantizer, edit = _fp8(config()) if form == FP8 else _int4(form)
+        quantizer, edit = in_fp8(config()) if form == FP8 else in_int4(form)
         weights = write(plain, target, is_linear, quantizer, edit)
         if meant is not None:
             shutil.copytree(plain, meant / label)
@@ -92,13 +92,13 @@ def write_all(root, wanted, meant=None):
         yield label, target
 
 
-def _int4(form):
+def in_int4(form, kept=()):
     arguments = {**_GROUPS[form.removesuffix(" with zero points")], "symmetric": form in SYMMETRIC}
-    stated = compressed_config("pack-quantized", **arguments) | {"ignore": _KEPT}
+    stated = compressed_config("pack-quantized", **arguments) | {"ignore": [*_KEPT, *kept]}
     return int4(**arguments), lambda config: config | {"quantization_config": stated}
 
 
-def _fp8(config):
+def in_fp8(config):
     """Blocks of 128 x 128; vLLM makes the routers of Qwen3-MoE FP8 that are not named."""
     kept = [f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers)]
     stated = fp8_config((128, 128), ["lm_head", *kept])

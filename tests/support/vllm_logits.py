@@ -19,7 +19,7 @@ import torch
 from families.case import tokens
 from torch import Tensor
 
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,14 +97,20 @@ def log_probs(path, settings, length):
     return torch.stack([torch.stack([row(place, size) for place in one]) for one in rows])
 
 
-def main(jobs):
+def prepare_vllm():
+    """Before anything of vLLM is imported."""
     os.environ.update(SETTINGS)
     # SGLang's fork of DeepGEMM goes by the same name; vLLM has DeepGEMM itself among its own modules.
     sys.modules["deep_gemm"] = None
     import vllm.model_executor.models.registry as registry
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     registry._run_in_subprocess = lambda function: function()
+
+
+def main(jobs):
+    prepare_vllm()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     for path, out, settings, length in json.loads(jobs.read_text()):
         try:
             torch.save(log_probs(path, settings, length), f"{out}.pt")
@@ -115,6 +121,4 @@ def main(jobs):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_now()

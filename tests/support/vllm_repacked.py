@@ -5,7 +5,6 @@ by vLLM's own reference for its tests (`marlin_utils_test`), and a product by on
 """
 
 import os
-import sys
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ckptkit.verify.witnesses.process.interpreter import python_of
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sglang_runs import ALTER
 
 _INT4 = 8  # codes in a word
@@ -132,6 +131,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_now()

@@ -1,15 +1,13 @@
 """Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang."""
 
-import os
 import re
-import sys
 from functools import cache, partial
 
 from ckptkit.verify.witnesses.loading.job import ONE_RANK
 from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
 from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
-from support.processes import run_logged
+from support.processes import end_now, run_logged
 from support.sglang_runs import ALTER, swapped_experts
 
 # What a mutation leaves out. Layer 5 has experts in every test model with experts.
@@ -72,6 +70,4 @@ if __name__ == "__main__":
     alters = {**ALTER, **MUTATIONS, **vllm_faults.ALTER}
     assert len(alters) == len(ALTER) + len(MUTATIONS) + len(vllm_faults.ALTER)
     sglang_runs.main({name: vllm_faults.restored(alter) for name, alter in alters.items()})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_now()

@@ -10,7 +10,7 @@ from families import CASES
 from families.case import save
 
 from support import engine_models, vllm_formats
-from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, rewrite, write
+from support.quantized import rewrite, write
 
 Edit = Callable[[dict[str, Any]], None]
 # Entries of `ignore`; LAYERS stands for the number of layers, which is that of the draft's.
@@ -71,18 +71,14 @@ def sound(thread, root):
         return target
     layers, draft = config().num_hidden_layers, _KEPT.get(thread.form.split()[-1], "")
     entries = [draft.replace("LAYERS", str(layers))] if draft else []
-    if thread.form == "FP8":
-        stated = fp8_config((128, 128), ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(layers))])
-        quantizer = fp8_blocks(128, 128)
-    else:
-        stated = compressed_config("pack-quantized", strategy="group", group_size=32)
-        stated |= {"ignore": ["lm_head", ROUTERS, *entries]}
-        quantizer = int4(strategy="group", group_size=32)
+    quantizer, edit = (
+        vllm_formats.in_fp8(config()) if thread.form == "FP8" else vllm_formats.in_int4("groups of 32", entries)
+    )
 
     def wanted(name):
         return vllm_formats.is_linear(name) and not any(re.fullmatch(one[3:], name) for one in entries)
 
-    write(plain, target, wanted, quantizer, lambda content: content | {"quantization_config": stated})
+    write(plain, target, wanted, quantizer, edit)
     return target
 
 

@@ -1,7 +1,4 @@
-"""What workers share that build megatron-core models on the CPU: one rank, and checkpoints in torch_dist format.
-
-Workers run in the environment of another tool and import nothing of ckptkit's.
-"""
+"""What workers share that build megatron-core models on the CPU: one rank, and checkpoints in torch_dist format."""
 
 import contextlib
 

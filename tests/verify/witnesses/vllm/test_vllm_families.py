@@ -1,20 +1,15 @@
 """Every test model of every family into real vLLM: clean, or what vLLM itself says or leaves out."""
 
 import pytest
-from families import OF_A_KIND
 from support import models
 from support.messages import text_with
-from support.nightly import collected, daily
-from support.sglang_families import OF_DRAFT, names_faults
+from support.nightly import collected
+from support.sglang_families import holds_draft, names_faults, of_a_kind, unread
 from support.sglang_runs import LOST_OF_DRAFT, Case, clean, draft_of, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-def of_a_kind(names):
-    return daily(names, [name for name in names if name in OF_A_KIND])
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +31,14 @@ def runs(root, tmp_path_factory):
 def test_every_tensor_is_where_vllm_keeps_it(name, root, runs):
     report = clean(runs[name])
     tensors = models.tensors(root / name)
-    unread = models.UNREAD.get(name, ())
-    left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
+    left = unread(name, tensors, report)
     assert report.loaded_names == len(tensors)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.device == text_with("H100")
     draft = draft_of(runs[name])
     assert (draft and draft.model) == DRAFTS.get(name)
     if draft:
-        seen = (draft.unwritten, draft.dropped, draft.differing, draft.routers, draft.computed)
-        assert seen == ((), (), (), (), ())
-        assert draft.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+        holds_draft(draft, tensors)
     else:
         assert DRAFT_REFUSED.get(name, "None") in str(runs[name].failure)
 

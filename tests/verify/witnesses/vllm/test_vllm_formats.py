@@ -1,7 +1,4 @@
-"""INT4 and FP8 blocks of every model type into real vLLM: clean, or refused in words that are quoted here.
-
-Sizes are those that groups and blocks of 128 divide, so that every format is asked of every model.
-"""
+"""INT4 and FP8 blocks of every model type into real vLLM: clean, or refused in words that are quoted here."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,24 +1,11 @@
 """The layers, with their parameters."""
 
-from collections.abc import Mapping
-from typing import Any
+import sys
 
 import torch
 from torch import nn
 
-from transformer_engine.pytorch import distributed, fp8, ops
-
-__all__ = [
-    "DotProductAttention",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "Linear",
-    "RMSNorm",
-    "distributed",
-    "fp8",
-    "ops",
-]
+distributed, fp8, ops = (sys.modules[f"{__name__}.{name}"] for name in ("distributed", "fp8", "ops"))
 
 
 def _parameter(*shape, params_dtype, device):
@@ -31,7 +18,7 @@ class _Layer(nn.Module):
 
     fp8 = False
     fp8_calibration = False
-    fp8_meta: Mapping[str, Any] = {"fp8_checkpoint": False}
+    fp8_meta = {"fp8_checkpoint": False}  # noqa: RUF012
 
     def get_extra_state(self):
         return torch.empty(0, dtype=torch.uint8)
