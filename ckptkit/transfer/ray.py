@@ -49,8 +49,9 @@ def ray_cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         finally:
             if not joined:
                 ray.shutdown()
-                # For a new cluster Ray 2.60 sets RAY_AUTH_MODE, which was taken back above, and its own copy of it.
+                # For a new cluster Ray 2.60 sets RAY_AUTH_MODE, which was taken back above, and its copies of it.
                 ray._raylet.Config.initialize("")
+                ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _start(ray: Any, address: str, workers: int | None) -> None:

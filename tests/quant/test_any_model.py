@@ -9,7 +9,6 @@ import torch
 import transformers
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from safetensors.torch import save_file
 from support import models
 from support.nightly import daily
 from support.other_models import class_for, save_small, small_config
@@ -39,7 +38,7 @@ def content(model_type):
     return config | {"architectures": [class_for(model_type).__name__]}
 
 
-@pytest.mark.parametrize("model_type", daily(TYPES, TYPES[:5]))
+@pytest.mark.parametrize("model_type", daily(TYPES, TYPES[:5:2]))
 def test_names_shapes_and_linear_layers_are_those_of_transformers(model_type, tmp_path):
     assert model_type not in FAMILIES
     save_small(model_type, tmp_path)
@@ -114,18 +113,6 @@ def test_verify_names_what_is_gone_of_the_quantized_model(olmo2, olmo2_int4, cop
     report = verify(broken, olmo2)
     assert report.status == "failed"
     assert code in {found for found, tensor in errors(report)}, report.findings
-
-
-def test_a_packed_embedding_is_an_error(olmo2_int4, copy_of):
-    broken = copy_of(olmo2_int4)
-    (file,) = broken.glob("*.safetensors")
-    tensors = models.tensors(broken)
-    del tensors["model.embed_tokens.weight"]
-    for part in ("packed", "scale", "shape"):
-        donor = tensors[f"model.layers.0.self_attn.q_proj.weight_{part}"]
-        tensors[f"model.embed_tokens.weight_{part}"] = donor.clone()
-    save_file(tensors, file)
-    assert ("CK301", "model.embed_tokens.weight_packed") in errors(verify(broken))
 
 
 ROUTED = {f"block_sparse_moe.experts.{expert}.w{name}" for expert in range(4) for name in (1, 2, 3)}

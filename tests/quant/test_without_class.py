@@ -4,15 +4,13 @@ Run once: `verify --against-sglang` of seed_oss in every scheme of `quantize`. T
 "Unable to find matching target for model.layers.0.self_attn.q_proj"; FP8 in blocks, MXFP8 and ModelOpt's NVFP4 load.
 """
 
-import json
-
 import pytest
 from click.testing import CliRunner
 from families import HF_CASES
 from families.case import save
 from families.table import config_of
 from support.messages import text_with
-from support.published import quantization
+from support.published import quantization, write_config
 from torch import bfloat16
 
 from ckptkit.app.api import quantize
@@ -51,9 +49,7 @@ LOADED = {
 
 
 def write(path, content, **changes):
-    config = {**config_of(HF_CASES["seed_oss"]), **changes, "quantization_config": content}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_config(path, {**config_of(HF_CASES["seed_oss"]), **changes}, content)
 
 
 def refused(path, readers=None):

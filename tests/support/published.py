@@ -70,9 +70,14 @@ def quantization(ignore, targets=("Linear",), groups=1):
 
 
 def write(path, config, ignore, names=None, **options):
+    return write_config(path, config, quantization(ignore, **options), names)
+
+
+def write_config(path, config, content, names=None):
     """A directory with config.json and, with `names`, an index; the weights that it names are not there."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization(ignore, **options)}))
+    stated = {} if content is None else {"quantization_config": content}
+    (path / "config.json").write_text(json.dumps({**config, **stated}))
     if names is not None:
         (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")})

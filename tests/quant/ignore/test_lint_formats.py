@@ -12,6 +12,7 @@ from support import floats
 from support.messages import refusal, text_with
 from support.nightly import daily
 from support.published import EXPERTS, GLM, LAYERS, PUBLISHED, QWEN, restored
+from support.published import write_config as write
 from support.quantized import group_config
 
 from ckptkit.app.cli import cli
@@ -26,16 +27,6 @@ ROUTER = "model.layers.{0..3}.mlp.gate.weight"
 PROJECTIONS = [f"self_attn.{one}_proj" for one in "qkvo"] + [
     f"mlp.experts.{expert}.{one}_proj" for expert in range(EXPERTS) for one in ("gate", "up", "down")
 ]
-
-
-def write(path, config, content, names=()):
-    path.mkdir(parents=True, exist_ok=True)
-    stated = {} if content is None else {"quantization_config": dict(content)}
-    (path / "config.json").write_text(json.dumps({**config, **stated}))
-    if names := list(names):
-        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
 
 
 def qwen_names(packed=PROJECTIONS, scale="weight_scale_inv"):
