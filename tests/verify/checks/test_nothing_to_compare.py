@@ -57,7 +57,7 @@ BROKEN = {
     "no shards": (no_shards, "CK102", "missing"),
     "pointers of Git LFS": (pointers, "CK102", "git lfs pull"),
     "an empty file": (empty_file, "CK102", "0 bytes"),
-    "no tensors": (no_tensors, "CK102", "none in"),
+    "no tensors": (no_tensors, "CK102", "no tensor"),
     "an empty index": (empty_index, "CK103", "empty"),
     "no weights": (no_weights, "CK103", "weights"),
 }
@@ -104,7 +104,9 @@ def of_an_optimizer(metadata):
         storage[type(index)(f"optimizer.state.exp_avg.{index.fqn}", index.offset, index.index)] = storage.pop(index)
 
 
-@pytest.mark.parametrize(("change", "actual"), [(no_keys, "none"), (of_an_optimizer, "none, only optimizer.state.")])
+@pytest.mark.parametrize(
+    ("change", "actual"), [(no_keys, "no weights"), (of_an_optimizer, "no weights, only optimizer.state.")]
+)
 def test_megatron_checkpoint_without_weights(change, actual, fresh_megatron, only):
     path = fresh_megatron("qwen2-tied")
     models.edit_metadata(path / "release", change)

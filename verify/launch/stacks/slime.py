@@ -475,7 +475,7 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator
     """Issues with a `--load` without a checkpoint. It may be empty or missing unless the launch requires a `step`."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
-    absent = "the directory is empty" if load.is_dir() else "the directory does not exist"
+    absent = "the directory is empty" if load.is_dir() else "no such directory"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         yield _iteration_given("--load", load, expected, chosen)
@@ -507,7 +507,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     elif config := hf_config_of(root):
         return Side(role, "hf", root, f"{option} has {config} and no tracker")
     else:
-        actual = "the directory has no tracker" if root.exists() else "the directory does not exist"
+        actual = "the directory has no tracker" if root.exists() else "no such directory"
         issue = path_issue(option, root, expected, actual, "check the path")
     why = "Megatron finds no tracker and only prints a warning" if is_random else _stop_reason(root)
     return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), is_random)

@@ -117,7 +117,7 @@ def test_gpus_left_for_training_are_compared(base, hf, only):
     [
         ("  pretrained_checkpoint: {path: /nowhere, format: megatron_lm}\n", "CK711", "no such directory"),
         ("  pretrained_checkpoint: {path: ROOT, format: megatron_bridge}\n", "CK711", "run_config.yaml ROOT/release"),
-        ("  pretrained_checkpoint: {path: ROOT}\n", "CK711", "no such setting"),
+        ("  pretrained_checkpoint: {path: ROOT}\n", "CK711", "not set"),
         ("  model_name: /nowhere/model\n", "CK714", "no such directory"),
     ],
 )

@@ -123,7 +123,7 @@ def test_sizes_and_paths_that_are_not_right_are_found(hf, torch_dist, only):
     assert (finding.expected, finding.actual) == (f"{ACTOR}.{key} = 1", f"{REF}.{key} (the command line) = 2")
     finding = only(preflight(arguments=words(hf, *dist("actor", torch_dist.parent), NEW)))
     assert (finding.code, finding.actual) == ("CK711", text_with("iterations"))
-    assert finding.hint == f"give the iteration: {torch_dist}"
+    assert finding.hint == text_with(str(torch_dist))
     finding = only(preflight(arguments=words(torch_dist, NEW)))
     assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
     # A path without its switch is ignored.
@@ -137,7 +137,7 @@ def test_sizes_and_paths_that_are_not_right_are_found(hf, torch_dist, only):
     [
         (["actor_rollout_ref.model.path=/nowhere/model"], "CK714", "no such directory"),
         (dist("actor", Path("/nowhere")), "CK711", "no such directory"),
-        (dist("actor", Path("/nowhere"))[:1], "CK711", "no such setting"),
+        (dist("actor", Path("/nowhere"))[:1], "CK711", "is not set"),
         ([*dist("ref", Path("/nowhere")), f"{ACTOR}.use_kl_loss=true"], "CK712", "no such directory"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"], *("CK713", "nothing")),
     ],
