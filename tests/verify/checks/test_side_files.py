@@ -139,7 +139,7 @@ def test_special_tokens_without_a_majority_name_every_file(generated, token, sev
     change(hf, "generation_config.json", eos_token_id=generated)
     change(hf, "tokenizer_config.json", eos_token=token)
     (finding,) = alone("CK707", hf)[1]
-    assert (finding.severity, finding.expected, finding.actual) == (severity, "one eos_token_id in all files", actual)
+    assert (finding.severity, finding.expected, finding.actual) == (severity, text_with("eos_token_id in all"), actual)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_no_tokenizer_is_a_warning_and_an_error_beside_a_source_that_has_one(rel
     assert AutoTokenizer.from_pretrained(path)("hello world")["input_ids"] == []
     for asked in ((), ("sglang",), ("engine",)):  # both start SGLang without a tokenizer
         (finding,) = alone("CK720", path, against=frozenset(asked))[1]
-        assert (finding.severity, finding.actual) == ("warning", "no tokenizer file")
+        assert (finding.severity, finding.actual) == ("warning", text_with("no tokenizer file"))
         assert "--skip-tokenizer-init" in finding.hint
     (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))[1]
     assert (finding.severity, finding.hint) == ("error", text_with(f"{releases('qwen2-tied')}"))

@@ -75,7 +75,7 @@ def test_an_adapter_in_the_engine_alone_is_found(engine):
 
 def test_what_slime_only_warns_of_is_a_warning():
     cases = {
-        "--global-batch-size 96": "last 32 samples",
+        "--global-batch-size 96": "32 samples",
         "--num-epoch 2": "--num-epoch",
         "--advantage-estimator cispo": "slime",
         f"{MIXTURE} --moe-token-dispatcher-type allgather": "alltoall",

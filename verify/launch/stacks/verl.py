@@ -388,7 +388,7 @@ def read_sft(launch: Launch) -> Job:
     if settings.text("trainer.resume_mode", "auto") != "disable":
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
-            settings.unread.append(f"{word.place}: {word.text}: ckptkit does not read steps of fine-tuning")
+            settings.unread.append(f"{word.place}: {word.text}: ckptkit does not read the resumed step")
     settings.report_unchecked(_SFT_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()

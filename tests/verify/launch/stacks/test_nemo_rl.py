@@ -146,9 +146,9 @@ OF_MODEL = "policy: {model_name: MODEL, megatron_cfg: "
     ("text", "line"),
     [
         ("", "launch"),
-        (f"{OF_MODEL}{{model_overrides: {{num_layers: 2}}}}}}\n", "2: not looked at"),
-        (f"{OF_MODEL}{{tensor_model_parallel_size: '${{nodes}}'}}}}\n", "${nodes} names no setting"),
-        (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not given"),
+        (f"{OF_MODEL}{{model_overrides: {{num_layers: 2}}}}}}\n", "2:"),
+        (f"{OF_MODEL}{{tensor_model_parallel_size: '${{nodes}}'}}}}\n", "${nodes}"),
+        (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not"),
     ],
 )
 def test_what_cannot_be_told_makes_the_report_inconclusive(text, line, base, hf):
