@@ -491,7 +491,7 @@ for count in (1, 8, 4095, 4096, 9000):
     ("engines", "options", "said"),
     [
         ("http://127.0.0.1:1", {"every": 0}, "every is 0"),
-        ([], {}, "check"),
+        ([], {}, "no engine"),
         (FakeVllm().rpc, {}, "1 of the SGLang"),
         ("http://127.0.0.1:1", {"program": "other"}, "program is 'other'"),
     ],
