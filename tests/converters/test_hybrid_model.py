@@ -145,7 +145,7 @@ def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(
     require_megatron()
     case, found = CASES[name], tuple(map(int, version("megatron-core").split(".")[:2]))
     if lacking := [what for what, since in needs_release(dims_of(config_of(CASES[name])), 1) if found < since]:
-        pytest.skip(f"the HybridModel of megatron-core {found} has no {lacking[0]}")
+        pytest.skip(f"HybridModel of {found} lacks {lacking[0]}")
     model, added = save(name, case, tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")
     answer = ask(tmp_path / "hf", tmp_path / "hybrid", tokens(), None)

@@ -364,10 +364,10 @@ Q0_PAIR, K0 = f"2 x lora_B lora_A of {Q0}", "model.layers.0.self_attn.k_proj.wei
 @pytest.mark.parametrize(
     ("name", "factor", "options", "words"),
     [
-        (f"{Q0}.weight", None, {}, [Q0_PAIR, "added", "convert BASE DST --merge ADAPTER"]),
+        (f"{Q0}.weight", None, {}, [Q0_PAIR, "convert BASE DST --merge ADAPTER"]),
         (f"{Q0}.weight", 1.5, {}, [Q0_PAIR, "--adapter"]),
         (f"{Q0}.weight", None, {"use_dora": True}, [Q0_PAIR, "lora_magnitude_vector"]),
-        (K0, 1.5, {}, ["no pair", "--source"]),
+        (K0, 1.5, {}, ["adapter does not", "--source"]),
         ("lm_head.weight", None, HEAD, ["base_model.model.lm_head.weight"]),
     ],
     ids=["not added", "something else", "DoRA", "without a pair", "a whole tensor"],
@@ -382,4 +382,4 @@ def test_a_weight_of_a_merged_checkpoint_that_is_another_is_named(name, factor, 
     assert (finding.code, str(finding.tensor)) == ("CK202", name)
     said = f"{finding.expected}: {finding.actual} {finding.hint}"
     assert [one for one in words if one not in said] == []
-    assert ("nothing was added" in said) == (factor is None)
+    assert ("not merged" in said) == (factor is None)

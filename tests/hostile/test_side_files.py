@@ -255,7 +255,7 @@ OTHERS = [
     ),
     (
         "tokenizer_config.json",
-        "reasoning apart is rendered as",
+        "separate reasoning",
         settings(chat_template=TEMPLATE.replace("{{ m", "{{ m['thinking'] }}{{ m")),
     ),
     (
@@ -273,8 +273,8 @@ OTHERS = [
         (file, "trust_remote_code", added(file))
         for file in ("modeling_x.py", "pkg/evil.py", "custom_generate/more/x.py")
     ),
-    *((file, "no such file", added(file, {"a": 1})) for file in ("added_tokens.json", "tekken.json", "params.json")),
-    ("tokenizer.model", "no such file", added("tokenizer.model")),
+    *((file, "does not exist", added(file, {"a": 1})) for file in ("added_tokens.json", "tekken.json", "params.json")),
+    ("tokenizer.model", "does not exist", added("tokenizer.model")),
 ]
 
 

@@ -303,7 +303,7 @@ CASES = {
     ),
     "Relax#262": Case(
         "qwen3-untied/",
-        ("base_model.model. before every name", "changes"),
+        ("base_model.model.", "prefix"),
         _named(lambda name: name.removeprefix(PREFIX)),
         _OF_ATTENTION,
     ),
@@ -346,7 +346,7 @@ CASES = {
     "unsloth#6930": Case("qwen3_moe/", (".mlp.experts.", "144"), _expert_after_expert, _EXPERTS_MERGED),
     # Files of adapters
     "surogate#173": Case(
-        "qwen2-untied/", ("lora_alpha not there", "PEFT takes 8"), on_checkpoint(_without_alpha), _OF_ATTENTION
+        "qwen2-untied/", ("no lora_alpha", "PEFT uses 8"), on_checkpoint(_without_alpha), _OF_ATTENTION
     ),
     "vllm#48019": Case(
         "qwen3_vl-tied/",
@@ -356,7 +356,7 @@ CASES = {
     ),
     "Automodel#3595": Case(
         "qwen3_omni_moe/",
-        ("base_model.model. before every name",),
+        ("base_model.model.", "prefix"),
         _named(lambda name: f"thinker.{name.replace('.thinker.', '.')}"),
         _OF_ATTENTION,
     ),

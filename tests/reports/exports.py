@@ -282,12 +282,12 @@ CASES = {
         "glm5_next/hf", ("self_attn.forget_gate.f_a_proj.weight", "promise"), on_checkpoint(_as_transformers_saves)
     ),
     "Automodel#1761": Case(
-        "gemma4/hf", ("router.per_expert_scale", "missing: transformers fills"), on_checkpoint(_as_the_trainer_names)
+        "gemma4/hf", ("router.per_expert_scale", "transformers fills"), on_checkpoint(_as_the_trainer_names)
     ),
     "verl#4761": Case("qwen2-untied/hf", ("base_model.model.",), renamed(_lora)),
     "prime-rl#2640": Case(
         "qwen3_5/hf",
-        ("model.language_model.language_model.language_model.", "inside their names"),
+        ("model.language_model.language_model.language_model.", "repeat"),
         renamed(
             lambda name: name.replace("model.language_model.", "model.language_model.language_model.language_model.")
         ),

@@ -244,25 +244,25 @@ _EXPERTS = r".*\.experts\..*_proj\.weight"
 CASES = {
     "llm-compressor#3159": Case(
         "gemma3/",
-        ("vision_tower.encoder.layers.{0..1}.mlp.fc1.weight", "packed as INT4, by config.json"),
+        ("vision_tower.encoder.layers.{0..1}.mlp.fc1.weight", "packed as INT4"),
         quantization(_older_tower),
         int4_without("re:.*vision_tower.*"),
     ),
     "compressed-tensors#846": Case(
         "qwen2-untied-tiles/",
-        ("self_attn.o_proj.weight_packed", "4 bits", "by the target 're:.*proj', which SGLang 0.5.16 takes"),
+        ("self_attn.o_proj.weight_packed", "4 bits", "'re:.*proj', which SGLang 0.5.16"),
         _in_groups({4: ["re:.*proj"], 8: ["re:.*o_proj"]}),
         steps(int4_without(), _wide_outputs, _in_groups({8: _OUTPUTS, 4: ["re:.*proj"]})),
     ),
     "compressed-tensors#866": Case(
         "qwen2-untied-tiles/",
-        ("model.layers.0.mlp.down_proj.weight", "packed as INT4, by config.json"),
+        ("model.layers.0.mlp.down_proj.weight", "packed as INT4"),
         quantization(lambda content: content.update(ignore=["lm_head", "model.layers.0.feed_forward.down_proj"])),
         int4_without("model.layers.0.mlp.down_proj"),
     ),
     "vllm#54556": Case(
         "qwen3_moe/",
-        ("self_attn.q_proj.weight", "BF16, as config.json lists it unquantized", "float8_e4m3fn"),
+        ("self_attn.q_proj.weight", "BF16", "float8_e4m3fn"),
         on_checkpoint(_attention_in_fp8),
         stored_as("mxfp4-quark", _EXPERTS),
     ),

@@ -217,7 +217,7 @@ def test_a_file_that_was_cut_short_meanwhile_is_an_error(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content[:-8])
     with pytest.raises(CkptkitError, match="a ends before its 1600 bytes"):
         lazy.read()
-    with pytest.raises(CkptkitError, match="a is cut short"):
+    with pytest.raises(CkptkitError, match="a is truncated"):
         lazy[98:]
 
 

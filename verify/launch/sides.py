@@ -66,7 +66,7 @@ def hf_directory(role: str, option: str, path: Path, why: str, check: str = "") 
         return Side(role, "hf", path, why)
     is_megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     actual = "a Megatron checkpoint" if is_megatron else absent(path / "config.json")
-    actual = actual if path.exists() else "the directory does not exist"
+    actual = actual if path.exists() else "no such directory"
     hint = next_move(path / "config.json", "pass the HF directory of the model")
     issue = path_issue(option, path, "an HF directory with config.json", actual, hint, check=check)
     return Side(role, None, None, f"{option.partition(' (')[0]} {path} is not an HF directory: {actual}", (issue,))

@@ -77,8 +77,8 @@ FAULTS = {
     # As a class that wraps the decoder calls it.
     "a name of another class": (put("model.norm.weight", lambda one: one.pop("norm.weight")), "CK141", "name"),
     "tokens in place of differences": (put("d2t", lambda one: one["d2t"] + torch.arange(64)), "CK142", "outside"),
-    "tables that were never filled": (never_filled, "CK142", f"{TOKENS} true"),
-    "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), "CK142", "differ"),
+    "tables that were never filled": (never_filled, "CK142", f"true {TOKENS}"),
+    "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), "CK142", "wrong"),
     "a token beyond the vocabulary": (put("d2t", lambda one: one["d2t"].index_fill(0, LAST, TOKENS)), "CK142", "1"),
     "not a number": (put(UP, lambda one: one[UP].index_fill(1, LAST, float("nan"))), "CK143", "NaN"),
     "a config of another vocabulary": (drop(), "CK141", "64", {"draft_vocab_size": 96}),
@@ -86,7 +86,7 @@ FAULTS = {
         *(drop(), "CK144", "11"),
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}},
     ),
-    "an output layer of zeros": (put("lm_head.weight", lambda one: one["lm_head.weight"] * 0), "CK143", "zeros"),
+    "an output layer of zeros": (put("lm_head.weight", lambda one: one["lm_head.weight"] * 0), "CK143", "zero"),
 }
 
 
@@ -127,8 +127,8 @@ def test_a_draft_of_another_target_is_found(fresh, tmp_path):
     edit_config(other, hidden_size=64, vocab_size=99)
     found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
     assert [(one.code, one.expected, one.actual) for one in found] == [
-        ("CK144", text_with("64"), "hidden_size 128"),
-        ("CK144", text_with("vocab_size 99"), "352"),
+        ("CK144", text_with("64"), "hidden_size = 128"),
+        ("CK144", text_with("99"), "vocab_size = 352"),
     ]
 
 

@@ -60,35 +60,35 @@ MUTATIONS = (
     Mutation(5, faults.bytes_as_numbers, "fp8-ue8m0", "CK308", "far larger"),
     Mutation(6, faults.exponents_unannounced, "fp8-ue8m0", "CK303", "119.0"),
     Mutation(7, faults.reciprocal, "fp8", "CK308", "far larger"),
-    Mutation(7, faults.reciprocal, "fp8", "CK305", "further off"),
+    Mutation(7, faults.reciprocal, "fp8", "CK305", "half steps"),
     Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK306", "by up to 1.7 times"),
-    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK305", "further off"),
+    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK305", "half steps"),
     Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK304", "1 blocks"),
     Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK204", "NaN"),
     Mutation(10, faults.nan_scale, "nvfp4-modelopt", "CK304", "NaN"),
     Mutation(11, faults.label_of_powers, "fp8", "CK304", "scale_fmt ue8m0"),
-    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "further off"),
+    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "half steps"),
     Mutation(13, faults.router_in_fp8, "fp8", "CK301", "stored in FP8"),
     Mutation(14, faults.gate_alone, "fp8", "CK306", "unquantized"),
     Mutation(15, faults.layers_by_a_name_that_begins_others, "nvfp4-weights", "CK302", "{10..11}", VLLM, models=DENSE),
     Mutation(16, faults.one_expert_listed, "fp8", "CK302", "SGLang 0.5.16 would leave unpacked", models=MOE),
     Mutation(16, faults.one_expert_listed, "fp8", "CK302", "vLLM 0.26 would leave unpacked", VLLM, models=MOE),
-    Mutation(17, faults.nibbles_swapped, "nvfp4-modelopt", "CK305", "further off"),
-    Mutation(17, faults.nibbles_swapped, "mxfp4-quark", "CK305", "further off"),
-    Mutation(17, faults.nibbles_of_fused_experts, "gpt-oss", "CK305", "further off", models=("gpt_oss",)),
-    Mutation(18, faults.scales_turned, "fp8", "CK305", "further off"),
-    Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "further off"),
+    Mutation(17, faults.nibbles_swapped, "nvfp4-modelopt", "CK305", "half steps"),
+    Mutation(17, faults.nibbles_swapped, "mxfp4-quark", "CK305", "half steps"),
+    Mutation(17, faults.nibbles_of_fused_experts, "gpt-oss", "CK305", "half steps", models=("gpt_oss",)),
+    Mutation(18, faults.scales_turned, "fp8", "CK305", "half steps"),
+    Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "half steps"),
     Mutation(20, faults.scales_of_another_layer, "fp8", "CK304", "codes"),
-    Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "further off", models=("qwen3_moe",)),
+    Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "half steps", models=("qwen3_moe",)),
     Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "group_size is 32 (hf_quant_config.json)"),
     Mutation(22, faults.packed_for_a_kernel, "fp8-ue8m0", "CK303", "int32"),
     Mutation(23, faults.multiplier_for_divisor, "nvfp4-compressed", "CK308", "far larger"),
     Mutation(24, faults.layer_listed_under_a_wrapper, "fp8", "CK302", "would pack", models=DENSE),
     Mutation(25, faults.draft_layer_unlisted, "fp8", "CK302", "would pack", models=MOE),
     Mutation(26, faults.global_scale_dropped, "nvfp4-compressed", "CK303", "without the tensor's scale"),
-    Mutation(27, faults.fnuz_bits, "fp8", "CK305", "further off"),
+    Mutation(27, faults.fnuz_bits, "fp8", "CK305", "half steps"),
     Mutation(27, faults.fnuz_dtype, "fp8", "CK102", "FP8 of AMD's MI300"),
-    Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off"),
+    Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "half steps"),
     Mutation(29, faults.size_in_rows, "fp8", "CK106", "rows", severity="warning"),
     Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "export"),
     # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
@@ -183,7 +183,7 @@ def test_scales_of_activations_that_are_all_one_are_a_warning(stored, copy_of, a
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
     replace(path, {name: torch.tensor(1.0) for name in names(path, "input_scale")})
     findings = alone("CK304", path)[1]
-    assert {(finding.actual, finding.severity) for finding in findings} == {("1.0 everywhere", "warning")}
+    assert {(finding.actual, finding.severity) for finding in findings} == {("all are 1.0", "warning")}
     edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
     assert alone("CK304", path)[1] == []
 

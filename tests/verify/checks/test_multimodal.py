@@ -133,7 +133,7 @@ def test_names_of_another_class_are_one_finding(which, releases, tmp_path, only)
     finding = only(verify(stored(source, tmp_path / "model", tensors, config)))
     assert (finding.code, finding.severity) == ("CK104", "error")
     assert finding.expected == text_with(f"{root}* {config['architectures'][0]} config.json")
-    assert finding.actual.startswith(f"{other}*")
+    assert f"{other}*" in finding.actual
     assert f"{root}*" in finding.hint
 
 

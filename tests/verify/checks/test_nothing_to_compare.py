@@ -35,7 +35,7 @@ BROKEN = {
     "no shards": (lambda path: without(path, SHARDS), "CK102", "missing"),
     "pointers of Git LFS": (lambda path: [file.write_text(LFS) for file in path.glob(SHARDS)], "CK102", "git lfs pull"),
     "an empty file": (lambda path: (without(path, WEIGHTS) / SINGLE).touch(), "CK102", "0 bytes"),
-    "no tensors": (lambda path: save_file({}, without(path, WEIGHTS) / SINGLE, {"format": "pt"}), "CK102", "none in"),
+    "no tensors": (lambda path: save_file({}, without(path, WEIGHTS) / SINGLE, {"format": "pt"}), "CK102", "no tensor"),
     "an empty index": (lambda path: (without(path, SHARDS) / INDEX).write_text(NO_TENSORS), "CK103", "empty"),
     "no weights": (lambda path: without(path, WEIGHTS), "CK103", "weights"),
 }
@@ -82,7 +82,9 @@ def of_an_optimizer(metadata):
         storage[type(index)(f"optimizer.state.exp_avg.{index.fqn}", index.offset, index.index)] = storage.pop(index)
 
 
-@pytest.mark.parametrize(("change", "actual"), [(no_keys, "none"), (of_an_optimizer, "none, only optimizer.state.")])
+@pytest.mark.parametrize(
+    ("change", "actual"), [(no_keys, "no weights"), (of_an_optimizer, "no weights, only optimizer.state.")]
+)
 def test_megatron_checkpoint_without_weights(change, actual, fresh_megatron, only):
     path = fresh_megatron("qwen2-tied")
     models.edit_metadata(path / "release", change)

@@ -32,9 +32,9 @@ def saved(fresh):
 
 # What is put before all names, what is said of it, and words of the next move.
 FURTHER = {
-    "language_model.language_model.": ("an extra prefix `language_model.language_model.`", ""),
-    "base_model.model.": ("an extra prefix `base_model.model.`", "merge_and_unload()"),
-    "module.": (text_with("module names"), "model.module"),
+    "language_model.language_model.": (text_with("prefix `language_model.language_model.`"), ""),
+    "base_model.model.": (text_with("prefix `base_model.model.`"), "merge_and_unload()"),
+    "module.": (text_with("names module"), "model.module"),
     "_orig_mod.": (text_with("_orig_mod"), "model._orig_mod"),
     "_fsdp_wrapped_module.": (text_with("_fsdp_wrapped_module"), "full state dict"),
 }
@@ -55,9 +55,9 @@ def test_prefix_of_all_names_is_one_finding(prefix, saved, only):
 @pytest.mark.parametrize(
     ("change", "actual"),
     [
-        (lambda name: name.removeprefix("model."), "the prefix `model.` is missing"),
+        (lambda name: name.removeprefix("model."), text_with("`model.`")),
         (lambda name: name.replace(".0.mlp.", ".0.mlp._fsdp_wrapped_module."), text_with("_fsdp_wrapped_module")),
-        (lambda name: name.replace("model.layers.", "model.layers.layers."), text_with("layers repeated")),
+        (lambda name: name.replace("model.layers.", "model.layers.layers."), text_with("repeat `layers.`")),
     ],
 )
 def test_another_change_of_names_is_one_finding(change, actual, saved, only):

@@ -53,9 +53,9 @@ def test_shard_numbering_of_releases_is_accepted(files, tmp_path, passes):
     [
         # Megatron-Bridge #4188: 45 of 48 shards, and an index that agrees with the loss.
         (names([1, 2, 4, 7, 8], "00008"), "number {3,5..6} is missing"),
-        ([*names([1, 2], "00003"), *names([3, 4], "00004")], "2 of 3 and 2 of 4"),
-        (names([1, 2, 3, 5], "00003"), "number 5 of 3"),
-        ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 more than once"),
+        ([*names([1, 2], "00003"), *names([3, 4], "00004")], "2 names with of-3 and 2 names with of-4"),
+        (names([1, 2, 3, 5], "00003"), "number 5 is above 3"),
+        ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 is repeated"),
     ],
 )
 def test_a_number_that_is_missing_from_files_and_index(files, actual, tmp_path, alone):

@@ -126,7 +126,7 @@ def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(befo
 def test_words_behind_the_script_and_variables_of_the_environment_reach_it(configs, tmp_path, monkeypatch):
     script = write_launch(tmp_path, "qwen3", configs("qwen3"))
     (found,) = of_launch(preflight(script=script, arguments=["--rotary-base", "5000000"]))
-    assert found.actual == "rotary_base = 5000000, at the command line"
+    assert found.actual == text_with("rotary_base = 5000000 command")
     monkeypatch.setenv("THETA", "10000")
     (found,) = of_launch(preflight(script=script))
     assert (found.code, found.actual.partition(",")[0]) == ("CK718", "rotary_base = 10000")

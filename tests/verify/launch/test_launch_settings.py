@@ -56,10 +56,10 @@ def test_resolvers_give_what_omegaconf_gives(value, text):
     ("value", "why"),
     [
         ("${z}", "${z}"),
-        ("${v}", "goes in circles"),
+        ("${v}", "itself"),
         ("${oc.env:NO_SUCH}", "the variable NO_SUCH is not set"),
         ("${mul:a,2}", "number"),
-        ("${now:%Y}", "the resolver now is not known"),
+        ("${now:%Y}", "resolver now"),
         ("${a", "brace"),
         ("x${m}", "single"),
         ("???", "launch"),

@@ -190,4 +190,4 @@ def test_a_teacher_of_an_unknown_family_and_a_reward_model_leave_the_launch_conc
     words = [f"++{TEACHERS['verl'][0]}={unknown}", f"++reward_model.model.path={REPOSITORY}"]
     report = preflight(script=launch, arguments=words)
     assert (report.status, report.findings) == ("passed", [])
-    assert any("known" in line for line in report.facts["notes"])
+    assert any("unsupported" in line for line in report.facts["notes"])

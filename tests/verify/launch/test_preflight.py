@@ -123,7 +123,7 @@ def test_a_wrong_path_is_one_finding(releases, converted, only):
     assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
     assert finding.expected == f"the model of {releases('qwen3_moe')}/config.json"
     assert "num_layers" not in finding.actual
-    for part in ("another one: ", "rotary_percent = 0.5", "more arguments", "names or shapes"):
+    for part in ("another model: ", "rotary_percent = 0.5", "more arguments", "names or shapes"):
         assert part in finding.actual
     folded = report.facts["of another model"]
     assert len(folded) > 15

@@ -116,7 +116,7 @@ def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later):
     with served(engine.answer) as url:
         kind = type("Watched", (Adapter,), {"update_weights": Adapter.update_weights})
         watch_rollout(kind, urls=lambda one: [url] if one.rollout_rank == 0 else [], every=2)
-        with pytest.raises(CkptkitError, match="Watched is watched already"):
+        with pytest.raises(CkptkitError, match="Watched is already"):
             watch_rollout(kind)
         first, other = kind(engine, 0), kind(engine, 1)
 
@@ -137,7 +137,7 @@ def test_classes_that_cannot_be_watched_are_refused():
     with pytest.raises(CkptkitError, match="has no method _send_weights"):
         watch_updates(watched, "_send_weights")
     watch_updates(watched, "_send_hf_params")
-    with pytest.raises(CkptkitError, match="watched already"):
+    with pytest.raises(CkptkitError, match="already watched"):
         watch_updates(watched, "_send_hf_params")
     with pytest.raises(CkptkitError, match="Other has no coroutine update_weights"):
         watch_rollout(type("Other", (), {"update_weights": lambda self, weights: None}))

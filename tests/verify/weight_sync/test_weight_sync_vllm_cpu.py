@@ -54,12 +54,12 @@ def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name, found):
     }
     for fault, param in fused.items():
         said = found[f"{name}: load_by_layer: {fault}"]
-        assert said["details"] == [f"engine 1: layers.{LAYER}.{param}: not as sent"]
+        assert said["details"] == [text_with(f"engine 1: layers.{LAYER}.{param}: sent")]
 
 
 def test_layout_made_once_too_often_is_named(found):
     said = found[f"{MOE}: gate and up exchanged"]
-    assert said["details"] == [f"engine 1: layers.{LAYER}.mlp.experts.w13_weight: not as sent"]
+    assert said["details"] == [text_with(f"engine 1: layers.{LAYER}.mlp.experts.w13_weight: sent")]
     assert found[f"{MOE}: after that"]["raised"] == ""
 
 

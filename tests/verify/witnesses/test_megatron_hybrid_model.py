@@ -66,7 +66,7 @@ def test_every_rank_holds_its_slice(made, name):
     options = EXPERTS[LAYOUTS[name]]
     subject = subject_of(made(name) / "hybrid", made(name) / "hf", **options)
     if any(since > RELEASE for _, since in needs_release(dims, options.get("vpp", 1))):
-        with pytest.raises(CannotCheck, match=r"the HybridModel of megatron-core 0\.1\d\.\d has no"):
+        with pytest.raises(CannotCheck, match=r"megatron-core 0\.1\d\.\d.* HybridModel has"):
             judge(subject)
         return
     if name == "mimo-tied-two-layers" and "PP" in LAYOUTS[name]:

@@ -133,7 +133,7 @@ def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model):
     report = verify(*model, against=frozenset({"megatron"}), tp=2, pp=2, ranks=[3, 1, 3])
     assert (report.status, report.findings) == ("passed", [])
     assert text_with("--ranks 1,3 4") in report.facts["notes"]
-    assert "CK404: --ranks leaves ranks out" in report.facts["not applicable"]
+    assert text_with("CK404: --ranks") in report.facts["not applicable"]
     assert ", ranks 1,3 of 4, " in report.facts["megatron"][0]
     assert {check.code: check.status for check in report.checks if check.code.startswith("CK4")} == dict.fromkeys(
         ("CK401", "CK402", "CK403"), "passed"

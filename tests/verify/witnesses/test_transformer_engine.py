@@ -81,7 +81,7 @@ def test_megatrons_own_stack_of_hybridmodel_holds_it(releases, name, tmp_path):
     if reasons := list(gpt_only(dims)):
         pytest.skip(f"HybridModel cannot hold it: {reasons[0]}")
     if lacking := [what for what, since in needs_release(dims, 1) if since > RELEASE]:
-        pytest.skip(f"the HybridModel of megatron-core {RELEASE} has no {lacking[0]}")
+        pytest.skip(f"HybridModel of {RELEASE} lacks {lacking[0]}")
     convert(releases(name), tmp_path / "hybrid", dialect="hybrid")
     options = VerifyOptions(against=frozenset({"megatron"}))
     assert ", HybridModel, " in assert_sound(Subject(tmp_path / "hybrid", releases(name), options=options))

@@ -39,12 +39,12 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
     expected = as_gpt_args(comparable_args(dims))
     pattern, args = stored_pattern(args), as_gpt_args(args)
     if (pattern is not None or dims.pattern) and (pattern or "").replace("|", "") != hybrid_pattern(dims):
-        yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern or "not set, which gives a GPTModel"
+        yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern or "None, which gives a GPTModel"
         args = {**args, **{name: expected.get(name) for name in SAID_BY_THE_PATTERN}}
     for row in _rows(dims, args):
         right, actual = row.of_args(expected), row.of_args(args)
         if not _same(right, actual):
-            yield row.name, _text(right), "not set" if actual is None else _text(actual)
+            yield row.name, _text(right), "None" if actual is None else _text(actual)
     # `vocab_size`, which cuts rows at export, must be right if given; `padded_vocab_size` may be larger.
     vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
     if vocab is not None and vocab != dims.vocab:

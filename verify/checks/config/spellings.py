@@ -155,7 +155,7 @@ def _tie_issues(
     flags = {f"{prefix}{TIED}": part[TIED] for prefix, part in _parts(config).items() if part.get(TIED) is not None}
     listed = ", ".join(f"{name} = {value}" for name, value in flags.items())
     if readers[True] and readers[False]:
-        actual = f"{listed}: {readers[True]} read true, {readers[False]} read false"
+        actual = f"{listed}: true for {readers[True]}, false for {readers[False]}"
         yield Issue(f"the same {TIED} for every reader", actual, hint)
         return
     value = next(iter(read.values()))

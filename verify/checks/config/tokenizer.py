@@ -79,7 +79,7 @@ def ids_have_rows(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         result.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            actual = f"{token!r} has id {largest}; {sum(number >= rows for number in ids.values())} ids have no row"
+            actual = f"{token!r} has id {largest}; ids without a row: {sum(number >= rows for number in ids.values())}"
             yield Issue(f"ids below {rows}, the number of rows of the embedding", actual, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:

@@ -108,7 +108,7 @@ def switches_alike(subject: Subject, result: CheckResult) -> Iterator[Issue]:
 
 def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str) -> Issue:
     value = given.get(name)
-    where = f"at {value.where}" if value.word else "Megatron's default"
+    where = f"at {value.where}" if value.word else "by default"
     return Issue(expected, f"{actual} ({where})", hint, file=value.file, severity="warning")
 
 

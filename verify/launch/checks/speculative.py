@@ -57,7 +57,7 @@ def draft_there(subject: Subject, result: CheckResult) -> Iterator[Issue]:
         if draft.is_dir():
             yield from _draft_model(speculation, draft, subject) if speculation.known else ()
         elif not is_name and "://" not in str(draft):
-            yield Issue(f"the draft model {draft}", "the directory does not exist", "check the path", file=draft)
+            yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
     elif speculation.known:
         yield from _tokens(speculation, None)
         yield from _draft_layers(speculation, subject)

@@ -21,7 +21,7 @@ class TooMuchError(Exception):
 
 def why_unread(error: Exception) -> str:
     """Why a Python file was not read to its end. The parser's own errors for deep nesting have no useful text."""
-    return "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else str(error)
+    return "Python nests it too deeply" if isinstance(error, RecursionError | MemoryError) else str(error)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> 
     if iterations := iterations_in(path):
         actual, hint = "this directory contains iterations", f"pass the iteration: {path / iterations[-1]}"
     elif not path.exists():
-        actual, hint = "the directory does not exist", "check the path"
+        actual, hint = "no such directory", "check the path"
     else:
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
         actual, hint = f"the directory has no {missing}", "check the path"

@@ -174,7 +174,7 @@ def _resume(settings: Config, start: Side) -> Side:
         return start
     path = Path(word.text)
     if not (path / TRACKER).is_file():
-        actual = f"no {TRACKER} in it" if path.is_dir() else "the directory does not exist"
+        actual = f"no {TRACKER} in it" if path.is_dir() else "no such directory"
         expected = f"a directory with {TRACKER}"
         issue = path_issue(place, path, expected, actual, "choose an existing checkpoint", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))

@@ -37,7 +37,7 @@ class Gpus:
     def subtract(self, count: int, reason: str) -> Gpus:
         """The GPUs that remain without `count` GPUs of another role, at least 0."""
         left = None if self.count is None else max(self.count - count, 0)
-        return replace(self, count=left, source=f"{self.source}, minus {count} {reason}")
+        return replace(self, count=left, source=f"{self.source}, less {count} {reason}")
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class GpuGroup:
                 product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(ranks)
                 expected = f"a number of GPUs for the {self.role} divisible by {names} = {product}{source}"
                 hint = f"choose a multiple of {least} GPUs, or other sizes"
-                yield Issue(expected, f"{count} GPUs ({self.gpus.source})", hint, file=self.file)
+                yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
             elif node and self.is_inside and ranks > node:
                 expected = f"engines of at most {node} GPUs, since data parallel ranks must be on one node{source}"
                 yield Issue(expected, f"{names} = {ranks} GPUs", "choose sizes that fit on a node", file=self.file)
             elif node and (crossing := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
                 hint = "choose sizes that divide a node, or that fill complete nodes"
-                yield Issue(expected, f"{crossing} ({self.gpus.source})", hint, file=self.file)
+                yield Issue(expected, f"{crossing}: {self.gpus.source}", hint, file=self.file)
 
 
 def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:

@@ -477,7 +477,7 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator
     """Issues with a `--load` without a checkpoint. It may be empty or missing unless the launch requires a `step`."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
-    absent = "the directory is empty" if load.is_dir() else "the directory does not exist"
+    absent = "an empty directory" if load.is_dir() else "no such directory"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         yield _iteration_given("--load", load, expected, chosen)
@@ -509,7 +509,7 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     elif config := hf_config_of(root):
         return Side(role, "hf", root, f"{option} has {config} and no tracker")
     else:
-        actual = "the directory has no tracker" if root.exists() else "the directory does not exist"
+        actual = "the directory has no tracker" if root.exists() else "no such directory"
         issue = path_issue(option, root, expected, actual, "check the path")
     why = "Megatron finds no tracker and only prints a warning" if is_random else _stop_reason(root)
     return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), is_random)
@@ -528,7 +528,7 @@ def _chosen_step(role: str, root: Path, step: int, option: str) -> Side:
     path = root / f"iter_{step:07d}"
     if path.is_dir():
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
-    actual = f"the directory has {', '.join(iterations_in(root)) or 'no iteration'}"
+    actual = f"only {', '.join(iterations_in(root)) or 'nothing'}"
     hint = "choose an existing iteration, or leave out --ckpt-step"
     issue = path_issue("--ckpt-step", root, f"{path.name}/ in the directory", actual, hint)
     return Side(role, None, None, f"Megatron stops: {path} is missing", (issue,))

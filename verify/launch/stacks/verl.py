@@ -249,7 +249,7 @@ def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron:
     layout = "" if is_nested else " (in an old layout, which verl of 2026 recommends to migrate)"
     if (path / ("config.json" if is_hf else ".metadata")).exists():
         return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{layout}", side.issues)
-    actual = "the directory does not exist" if not path.exists() else "the directory has no checkpoint"
+    actual = "no such directory" if not path.exists() else "the directory has no checkpoint"
     expected, hint = f"weights of the {role} for this step", f"choose another step, or change {key}"
     issue = path_issue("trainer.resume_mode", path, expected, actual, hint, check=STEP)
     return Side(role, None, None, f"verl stops: {path} contains no checkpoint", (*side.issues, issue))
@@ -388,7 +388,7 @@ def read_sft(launch: Launch) -> Job:
     if settings.text("trainer.resume_mode", "auto") != "disable":
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
-            settings.unread.append(f"{word.place}: {word.text}: ckptkit does not read steps of fine-tuning")
+            settings.unread.append(f"{word.place}: {word.text}: ckptkit does not read the resumed step")
     settings.report_unchecked(_SFT_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()

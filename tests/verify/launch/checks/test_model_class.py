@@ -58,7 +58,7 @@ MARKED = "|".join(["*-" * 3, "*-" * 4 + "*", "-" + "*-" * 4])
 
 @pytest.mark.parametrize(
     ("pattern", "pp", "found"),
-    [("*-" * 12, 8, ""), ("*-" * 12, 5, "divisible by pp = 5"), (MARKED, 3, ""), (MARKED, 2, "multiple of pp = 2")],
+    [("*-" * 12, 8, ""), ("*-" * 12, 5, "divisible by pp = 5"), (MARKED, 3, ""), (MARKED, 2, "pp = 2")],
 )
 def test_stages_share_the_layers_of_hybridmodel_or_are_the_marks_in_its_pattern(pattern, pp, found, releases, hybrid):
     """24 layers, of a model of 12, which 8 does not divide."""

@@ -61,7 +61,7 @@ SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
     [
         ({"model": model(SHIFTED, MERGES)}, MOVED),
         ({"added_tokens": ADDED[:1]}, "1 302 --hf-checkpoint"),
-        ({"added_tokens": [*ADDED, {"id": 302, "content": "<new>"}]}, "1 only"),
+        ({"added_tokens": [*ADDED, {"id": 302, "content": "<new>"}]}, "1 added"),
         ({"model": model(WORDS, MERGES[::-1])}, "model.merges[0] is 'w 2' but 'w 1' in --hf-checkpoint"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_template_and_stop_ids_that_are_there_pass(engine):
 def test_a_template_that_is_nowhere_and_a_stop_id_beyond_the_vocabulary_are_found(engine):
     vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
     status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
-    assert (status, finding.actual) == ("failed", f"{STOPS} {vocabulary}, at the command line")
+    assert (status, finding.actual) == ("failed", text_with(f"{STOPS} {vocabulary} command"))
     (engine / "chat_template.jinja").unlink()
     status, (finding,) = judged(engine, "--apply-chat-template")
     assert (status, finding.severity) == ("failed", "error")

