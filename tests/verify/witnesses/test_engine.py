@@ -19,7 +19,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses import engine as engine_checks
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
@@ -217,7 +218,7 @@ def sound():
 
 EXACT = Reference("bfloat16", [judged(-1.01, -2.01)], [judged(-1.03, -2.03)])
 UPDATED = "updating by tensor again"
-Verdict = Callable[..., Outcome]
+Verdict = Callable[..., Report]
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.cli import cli
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
@@ -41,7 +42,7 @@ def recorded(bits, structure=TRAINED):
     return Reference("float32", [], [], predicted=Predicted([*losses, *losses], structure))
 
 
-Judge = Callable[..., Outcome]
+Judge = Callable[..., Report]
 
 
 @pytest.fixture
