@@ -205,6 +205,7 @@ def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[Che
             tensors_compared=sum(one.tensors_compared for one in by_code[check.code]),
             bytes_compared=sum(one.bytes_compared for one in by_code[check.code]),
             seconds=round(sum(one.seconds for one in by_code[check.code]), 3),
+            findings=[finding for one in by_code[check.code] for finding in one.findings],
         )
         for check in checks
         if check.code in by_code

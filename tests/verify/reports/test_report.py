@@ -16,6 +16,7 @@ from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.reports import report_text as text_in
 from ckptkit.verify.reports.render import render
 from ckptkit.verify.reports.text import headline
@@ -86,7 +87,7 @@ def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason()
     checks = [Check(code, "t", "r", "f", run, "values") for code in ("CK201", "CK202")]
     outcome = run_checks(Subject(Path("x")), checks)
     assert (outcome.checks, outcome.findings, outcome.reasons) == ([], [], [])
-    assert outcome.not_applicable_lines == ["CK201, CK202: no INT4 weights"]
+    assert outcome.facts == {"not applicable": ["CK201, CK202: no INT4 weights"]}
     assert report_of(check(), run).status == "passed"
 
 
@@ -134,12 +135,14 @@ def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at():
 def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason():
     run = check(error=CannotCheck("needs CUDA"), nbytes=0)
     checks = [Check(code, "t", "r", "f", run, "values") for code in ("CK505", "CK506")]
-    outcome = run_checks(Subject(Path("x")), checks)
-    assert outcome.reasons == ["CK505, CK506: needs CUDA"]
-    outcome.accept({"CK506"})
-    assert (outcome.reasons, outcome.facts) == (["CK505: needs CUDA"], {ACCEPTED: ["CK506: needs CUDA"]})
-    outcome.accept({"CK505"})
-    assert outcome.reasons == []
+
+    def accepting(*codes):
+        return run_checks(Subject(Path("x"), options=VerifyOptions(accept=frozenset(codes))), checks)
+
+    assert accepting().reasons == ["CK505, CK506: needs CUDA"]
+    report = accepting("CK506")
+    assert (report.reasons, report.facts) == (["CK505: needs CUDA"], {ACCEPTED: ["CK506: needs CUDA"]})
+    assert accepting("CK505", "CK506").reasons == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ckptkit.verify.witnesses.loading.bits import difference, poison
 from ckptkit.verify.witnesses.loading.compare import Loaded
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
-from ckptkit.verify.witnesses.loading.layouts.layout import Layout
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout, not_kept
 from ckptkit.verify.witnesses.loading.names import draft_names
 from ckptkit.verify.witnesses.loading.placement import Placement
 from ckptkit.verify.witnesses.loading.trace import Trace
@@ -106,7 +106,7 @@ def _repack(loaded: Loaded, phases: ExitReport, target: Loaded | None) -> None:
 
     @contextmanager
     def watch(name: str, module: nn.Module, layout: Layout | None) -> Iterator[None]:
-        params, compare = layout(module) if layout else ((), lambda: iter(()))
+        params, compare = (layout or not_kept(()))(module)
         unlisted = {  # parameters and buffers without a layout: the name in the model and a copy, by the name here
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
