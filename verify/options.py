@@ -65,6 +65,8 @@ class VerifyOptions:
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.ep, self.etp or 1, self.vpp, self.megatron.cp) < 1:
+            raise UsageError("a parallel size is below 1", "give tp, pp, ep, etp, vpp and cp of 1 or more")
         names = [one.name for one in WITNESSES]
         if unknown := self.against.difference(names):
             raise UsageError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
@@ -101,6 +103,7 @@ def verify_options(**options: Any) -> VerifyOptions:
         options[name] = Path(options[name]) if options.get(name) else None
     readers, accept = options.pop("readers", None), frozenset(map(str.upper, options.pop("accept", ())))
     return VerifyOptions(
+        against=frozenset(options.pop("against", ())),
         **options,
         accept=accept,
         readers=None if readers is None else tuple(readers),
