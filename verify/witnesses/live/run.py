@@ -124,5 +124,6 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     if (sizes := engine_sizes(engine, subject)) is None:
         raise CannotCheck(f"{engine.label} has no such sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
-        raise CannotCheck(f"needs CUDA: one GPU a rank for {sizes.ranks}, and {torch.cuda.device_count()} are here")
+        have = torch.cuda.device_count()
+        raise CannotCheck(f"needs CUDA: a GPU for each rank, {sizes.ranks} in all, but this machine has {have}")
     return sizes
