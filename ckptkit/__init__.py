@@ -1,8 +1,8 @@
-"""Converts HF <-> Megatron checkpoints, quantizes them to INT4 or FP8, and proves what Megatron and SGLang loaded.
+"""Converts HF <-> Megatron checkpoints, quantizes them, and proves what Megatron, SGLang and vLLM loaded.
 
 `open` returns any checkpoint as named, lazily read tensors. `convert`, `quantize`, `inspect`, `make_manifest`, `lint`,
 `verify`, `preflight`, `diff` and `triage` return data and raise `CkptkitError`. `convert` and `quantize` take a scheme:
-the result of `int4_scheme`, or a `FloatScheme`.
+its name, the result of `int4_scheme`, or a `FloatScheme`.
 """
 
 from __future__ import annotations

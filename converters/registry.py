@@ -133,7 +133,7 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
 
 def _nearest(model_type: str) -> str:
     near = get_close_matches(model_type[:_MAX_NAME], sorted(FAMILIES), 3)
-    listed = f"similar and supported: {', '.join(near)}; " if near else ""
+    listed = f"supported types with a similar name: {', '.join(near)}; " if near else ""
     return f"{listed}docs/families.md lists all {len(FAMILIES)}; docs/architecture.md explains how to add one"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 
 from ckptkit.core.errors import CkptkitError
@@ -12,20 +13,23 @@ from ckptkit.verify.core.catalogue import retired_codes
 from ckptkit.verify.core.check import Check, all_checks
 from ckptkit.verify.triage.symptom import TABLE, Symptom, page_symptoms
 
+_LISTED = 10  # entries
+_COMMON = ("a", "an", "and", "are", "as", "at", "but", "by", "for", "in", "is", "it", "of", "on", "or", "the")
 # Words of users, and the words of the titles and texts.
 _SYNONYMS = {
     **dict.fromkeys(("garbage", "gibberish", "nonsense", "rubbish", "fluent"), "garbled"),
     **dict.fromkeys(("oom", "killed"), "memory"),
     **dict.fromkeys(("hang", "hangs", "hung", "stuck", "deadlock"), "timeout"),
-    **dict.fromkeys(("inf", "infinity"), "infinite"),
+    **dict.fromkeys(("inf", "infinity", "nan"), "infinite"),
 }
 
 
 def explain(words: str = "") -> str:
-    """Explains the checks or symptoms with these codes (`CK101`, `S1`, `weight-key`), or lists those with these words.
+    """Explains checks or symptoms by their codes (`CK101`, `S1`, `weight-key`), or those that the words are about.
 
-    Synonyms (`oom`, `gibberish`) count too. The list has the best matches, and begins with titles that contain the
-    words as a phrase. Without words it has every check. Raises CkptkitError if nothing matches.
+    A line of a log is about the symptoms that `triage` finds in it. Other words and their synonyms (`oom`, `gibberish`)
+    count more if few texts have them, and in titles. The best match is first. Without words, lists every check. Raises
+    CkptkitError if nothing matches.
     """
     known: dict[str, Check | Symptom] = {one.number: one for one in page_symptoms()}
     known |= {one.code: one for one in all_checks()}
@@ -34,18 +38,32 @@ def explain(words: str = "") -> str:
     codes = words.upper().split()
     if codes and all(code in known or code in retired for code in codes):
         return "\n\n\n".join(_describe(known[code]) if code in known else retired[code] for code in codes)
-    wanted = [_SYNONYMS.get(word, word) for word in words.lower().split()]
-    if not wanted:
+    if not (wanted := re.findall(r"[\w-]+", words.lower())):
         return _format_list(all_checks(), "; find symptoms by a word: `ckptkit explain garbled`")
-    patterns = [re.compile(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", re.IGNORECASE) for word in wanted]
-    matches = {one: sum(bool(word.search(_text(one))) for word in patterns) for one in dict.fromkeys(known.values())}
-    most = max(matches.values())
-    if not most:
+    if logged := [one for one in TABLE if one.matches(words) and any(needle in words for needle in one.needles)]:
+        best = sorted(logged, key=lambda one: len(one.near))
+    else:
+        scores = _scores(wanted, dict.fromkeys(known.values()))
+        most = max(scores.values())
+        best = sorted((one for one, score in scores.items() if score > most / 2), key=lambda one: -scores[one])
+    if not best:
         raise CkptkitError(f"no check or symptom has or contains {shortened(words)}", _hint(wanted, known))
-    best = [one for one, count in matches.items() if count == most]
-    if len(best) == 1:
-        return _describe(best[0])
-    return _format_list(sorted(best, key=lambda one: " ".join(wanted) not in one.title.lower()))
+    return _describe(best[0]) if len(best) == 1 else _format_list(best[:_LISTED])
+
+
+def _scores(wanted: Sequence[str], entries: Collection[Check | Symptom]) -> dict[Check | Symptom, float]:
+    """The match of each entry: the rarer a word, the more it counts, and twice in a title, above all at its start."""
+    scores = dict.fromkeys(entries, 0.0)
+    for word in dict.fromkeys([*wanted, *(_SYNONYMS[word] for word in wanted if word in _SYNONYMS)]):
+        if word in _COMMON:
+            continue
+        pattern = re.compile(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", re.IGNORECASE)
+        if matches := [one for one in entries if pattern.search(_text(one))]:
+            rarity = math.log(1 + len(entries) / len(matches))
+            for one in matches:
+                place = pattern.search(title := f"{one.code} {one.title}")
+                scores[one] += rarity * (2 - (place.start() + len(title) / 10) / 500 if place else 1)
+    return scores
 
 
 def _format_list(several: Sequence[Check | Symptom], also: str = "") -> str:

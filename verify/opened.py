@@ -17,6 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import ByteRange, extents_of
 from ckptkit.core.plan import View
+from ckptkit.core.signature import public
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import Location, locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.remote import open_directory
@@ -216,6 +217,7 @@ _WORDS: Mapping[Format, str] = {
 }
 
 
+@public()
 def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:  # noqa: A001 - as `gzip.open`
     """Opens the checkpoint at `path` as named tensors, under the names on disk. Reads headers only.
 

@@ -52,6 +52,8 @@ class VerifyOptions:
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.ep, self.etp or 1, self.vpp, self.megatron.cp) < 1:
+            raise UsageError("a parallel size is below 1", "give tp, pp, ep, etp, vpp and cp of 1 or more")
         names = [one.name for one in WITNESSES]
         if unknown := self.against.difference(names):
             raise UsageError(f"against contains {sorted(unknown)}", f"use only {', '.join(map(repr, names))}")

@@ -153,13 +153,11 @@ def _part_elsewhere(
 
 def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[str]) -> Part:
     missing = [one.name for one in packages if not _usable(one)]
+    needs = f"a GPU for each rank ({len(gpus)} here)"
     devices = {
-        "megatron": f"CPU, or one GPU a rank: {len(gpus)} here",
-        "engine": f"one GPU a rank: {len(gpus)} here",
-        **{
-            one.name: f"CPU, or one GPU a rank: {len(gpus)} here; {'repacks INT4 and FP8' if gpus else one.on_cpu}"
-            for one in ENGINES
-        },
+        "megatron": f"CPU, or {needs}",
+        "engine": needs,
+        **{one.name: f"CPU, or {needs}; {'repacks INT4 and FP8' if gpus else one.on_cpu}" for one in ENGINES},
     }.get(name, "")
     needed = None
     if missing:

@@ -24,6 +24,7 @@ from ckptkit.converters.stored import adapt_config
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
+from ckptkit.core.signature import public
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.formats.deltas import chain_at, patches_of
 from ckptkit.formats.detect import Location, locate, refuse_hf
@@ -49,6 +50,7 @@ _ROTARY = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rope_
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+@public()
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Describes the checkpoint at `path`: format, sizes, dtypes, dimensions, arguments, folded tensor names."""
     with _open_both(path, hf) as (local, local_hf):

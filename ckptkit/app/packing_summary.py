@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.app.plan import ConversionPlan
@@ -32,13 +32,14 @@ class PackedKind:
 class PackedSummary:
     """A summary of packed matrices.
 
-    `before`, `after`: bytes of the packed matrices in the source's dtype, and stored with their scales.
-    `checkpoint_before`, `checkpoint_after`: the same for all tensors. `relative_error`: the Frobenius norm of the
-    error, relative to that of the weights; None in a dry run, or if weights above 1e19 have squares beyond float32.
-    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`). `unpacked`: counts of the other matrices by reason and
-    module (`self_attn`). `advice`: options with less error.
+    `scheme`: its name and options. `before`, `after`: bytes of the packed matrices in the source's dtype, and stored
+    with their scales. `checkpoint_before`, `checkpoint_after`: the same for all tensors. `relative_error`: the
+    Frobenius norm of the error, relative to that of the weights; None in a dry run, or if weights above 1e19 have
+    squares beyond float32. `kinds`: by kind of layer (`q_proj`, `experts.down_proj`). `unpacked`: counts of the other
+    matrices by reason and module (`self_attn`). `advice`: options with less error.
     """
 
+    scheme: str
     matrices: int
     before: int
     after: int
@@ -58,7 +59,9 @@ def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError], chosen_by:
     total = sum(spec.nbytes for spec in source.values())
     written = sum(spec.nbytes for spec in plan.view.specs.values())
     before = sum(source[name].nbytes for name in plan.packing.names)
+    scheme = replace(plan.packing.scheme, ignore=())
     return PackedSummary(
+        " ".join([scheme.name, *scheme.command_line()]),
         len(plan.packing.names),
         before,
         before - total + written,
@@ -102,8 +105,8 @@ def _kind(name: str) -> str:
 def lines(packed: PackedSummary) -> list[str]:
     """Formats a summary."""
     ratio, total = packed.before / max(packed.after, 1), packed.checkpoint_before / max(packed.checkpoint_after, 1)
-    sizes = f"{packed.matrices} matrices: {size(packed.before)} as {size(packed.after)}, {ratio:.2f} times smaller"
-    text = [f"packed {sizes} (the checkpoint {total:.2f} times)"]
+    sizes = f"{size(packed.before)} as {size(packed.after)}, {ratio:.2f} times smaller"
+    text = [f"packed {packed.matrices} matrices by {packed.scheme}: {sizes} (the checkpoint {total:.2f} times)"]
     kept = [
         f"{', '.join(f'{module} ({count})' for module, count in modules.items())}: {reason}"
         for reason, modules in packed.unpacked.items()

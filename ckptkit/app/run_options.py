@@ -21,7 +21,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.printable import printable, without_credentials
 from ckptkit.quant.ignore.readers import ALL_READERS
-from ckptkit.quant.schemes.registry import DEFAULT, UNQUANTIZED
+from ckptkit.quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, path_or_url
@@ -77,7 +77,15 @@ def _option(group: str, *words: str, is_recorded: bool = True, otherwise: Any = 
     """
     default = otherwise if otherwise is not None else row.get("default", False if row.get("is_flag") else None)
     metadata = {"group": group, "words": words, "option": option(*words, **row), "recorded": is_recorded, "row": row}
+    metadata |= {"help": row.get("help", ""), "annotation": _annotation(row)}
     return field(default=default, metadata=metadata)
+
+
+def _annotation(row: Mapping[str, Any]) -> str:
+    """What Python passes for an option, if the field has another type: a path, a size as text, any list; else ""."""
+    if row.get("type") in (PATH, PATH_OR_URL):
+        return "str | Path | None"
+    return "int | str | None" if row.get("callback") is _size else "Sequence[str]" if row.get("multiple") else ""
 
 
 _converting, _writing = partial(_option, "converting"), partial(_option, "writing")
@@ -197,9 +205,6 @@ class RunOptions:
         if self.ray is not None and urls:
             message = f"--ray requires a file system that all nodes share, but {urls[0]} is a URL"
             raise UsageError(message, "copy to such a file system, or leave out --ray")
-        for name, value, values in (("dtype", self.dtype, DTYPES), ("dialect", self.dialect, (None, *DIALECTS))):
-            if value not in values:
-                raise UsageError(f"unknown {name} {value!r}", f"choose one of {', '.join(filter(None, values))}")
         if self.merge is not None and (is_url(self.merge) or self.dialect is not None):
             message = "--merge requires an adapter on a local disk, and writes an HF checkpoint"
             raise UsageError(message, "copy the adapter here; convert the merged checkpoint to Megatron after that")
@@ -273,17 +278,48 @@ def rows(*names: str, group: str = "") -> Callable[[Any], Any]:
 
 
 def run_options(
-    verb: Literal["convert", "quantize"], src: str | Path, dst: str | Path, scheme: Scheme | None = None, **options: Any
+    verb: Literal["convert", "quantize"],
+    src: str | Path,
+    dst: str | Path,
+    scheme: Scheme | str | None = None,
+    **options: Any,
 ) -> RunOptions:
-    """Makes RunOptions from user input: any paths, sizes also as "5GB", readers as a list. Raises UsageError."""
+    """Makes RunOptions from user input: any paths, sizes also as "5GB", readers as a list. Raises UsageError.
+
+    A scheme by name has its default options; those of INT4 are the reference's, as on the command line.
+    """
     values = {name: _value(name, value) for name, value in options.items()}
+    if isinstance(scheme, str):
+        scheme = _scheme(scheme, values.get("like") or (src if verb == "quantize" else None))
     return RunOptions(verb, absolute(src), path_or_url(dst), scheme=scheme, **values)
+
+
+def _scheme(name: str, reference: str | Path | None) -> Scheme | None:
+    """The scheme called `name`, or None for "none". Raises UsageError."""
+    if name not in (*NAMES, UNQUANTIZED):
+        raise UsageError(f"unknown scheme {name!r}", f"choose one of {', '.join((*NAMES, UNQUANTIZED))}")
+    if name == DEFAULT:
+        from ckptkit.quant.schemes.w4a16 import int4_scheme
+
+        return int4_scheme(reference)
+    from ckptkit.quant.schemes.floats import FloatScheme
+
+    return None if name == UNQUANTIZED else FloatScheme(name)
 
 
 def _value(name: str, value: Any) -> Any:
     row = _row(name)
+    kind = row.get("type")
     if row.get("multiple"):
-        return tuple(value or getattr(RunOptions, name))
+        value = tuple(value or getattr(RunOptions, name))
+    if isinstance(kind, click.Choice | click.IntRange) and value is not None:
+        try:
+            for one in value if row.get("multiple") else (value,):
+                kind.convert(one, None, None)
+        except click.BadParameter as error:
+            raise UsageError(
+                f"{name}: {error.message.rstrip('.')}", "`ckptkit convert --help` has the values"
+            ) from error
     if row.get("callback") is _size and isinstance(value, str):
         return parse_size(value)
-    return absolute(value) if value and row.get("type") in (PATH, PATH_OR_URL) else value
+    return absolute(value) if value and kind in (PATH, PATH_OR_URL) else value

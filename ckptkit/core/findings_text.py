@@ -77,9 +77,9 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
         yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
     firsts = {_label(one): one for one in reversed(report.entries)}
     chosen = report.entries if every else [one for one in report.entries if firsts[_label(one)] is one][:_DETAILED]
-    detailed = [one for one in chosen if one.fields]
-    yield from (_detailed(one, width) for one in detailed)
-    if left := sum(bool(one.fields) for one in report.entries) - len(detailed):
+    chosen = [one for one in chosen if one.fields]
+    yield from (detailed(one, width) for one in chosen)
+    if left := sum(bool(one.fields) for one in report.entries) - len(chosen):
         yield _wrapped(f"Details of {left} more finding{'s' * (left > 1)}: {report.more}.", "", "", width)
     for name, lines in report.sections.items():
         yield [(f"{printable(name)}:", ""), *(part for line in lines for part in _hanging(line, width))]
@@ -119,7 +119,8 @@ def _shortened(text: str, width: int) -> str:
     return f"{head.rstrip(' ,;:')} …" if blank else f"{text.split(' ', 1)[0]} …"
 
 
-def _detailed(one: Entry, width: int) -> Iterator[Line]:
+def detailed(one: Entry, width: int) -> Iterator[Line]:
+    """Yields the title of a finding and its details."""
     yield f"{one.anchor or one.kind} {one.severity}", f": {printable(one.title)}" if one.title else ""
     for label, text in one.fields:
         yield from _wrapped(text, f"  {label:<{_LABELS}}  ", " " * (_LABELS + 4), width)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
+from ckptkit.core.signature import public
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
@@ -43,6 +44,20 @@ class LintReport:
     key: str = "ignore"  # the key of the list in config.json
     scheme: str = "INT4"  # the format of packed matrices
     readers: tuple[str, ...] = ()  # the chosen readers; empty: all
+
+    def __str__(self) -> str:
+        """The text that `ckptkit lint` prints."""
+        sections: dict[str, Sequence[str]] = {}
+        if self.findings:
+            alike = list(_alike(self.patterns))
+            sections[f"entries of `{self.key}`, and the tensors that they cover for each reader"] = [
+                *(line for pattern, covers in alike[:_COPIED] for line in (pattern, *_row(covers))),
+                *([f"and {len(alike) - _COPIED} more: `--json` has all"] if len(alike) > _COPIED else []),
+            ]
+        if self.portable is not None and self.portable != tuple(self.patterns):
+            sections[f"portable {self.key} list"] = _few(self.portable)
+        text = TextReport([_entry(one) for one in self.findings], _verdict(self), sections, list(_closing(self)))
+        return "\n".join(plain(lay_out(text, columns(), every=True)))
 
     @property
     def failed(self) -> bool:
@@ -129,6 +144,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
     return table
 
 
+@public()
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
     """Checks the list of unquantized modules of the checkpoint at `path`; needs only config.json or also the index.
 
@@ -197,23 +213,6 @@ def _rewrite(file: Path, config: Mapping[str, Any]) -> None:
 
 _COPIED = 40  # entries of a list shown one by one
 _SHOWN_TENSORS = 4  # folded tensors in a line
-
-
-def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
-    """Yields the text report; `width` None is the width of the terminal."""
-    sections: dict[str, Sequence[str]] = {}
-    if report.findings:
-        alike = list(_alike(report.patterns))
-        sections[f"entries of `{report.key}`, and the tensors that they cover for each reader"] = [
-            *(line for pattern, covers in alike[:_COPIED] for line in (pattern, *_row(covers))),
-            *([f"and {len(alike) - _COPIED} more: `--json` has all"] if len(alike) > _COPIED else []),
-        ]
-    if report.portable is not None and report.portable != tuple(report.patterns):
-        sections[f"portable {report.key} list"] = _few(report.portable)
-    text = TextReport(
-        [_entry(finding) for finding in report.findings], _verdict(report), sections, list(_closing(report))
-    )
-    yield from plain(lay_out(text, width or columns(), every=True))
 
 
 def _alike(patterns: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tuple[str, Mapping[str, Sequence[str]]]]:

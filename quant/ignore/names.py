@@ -49,6 +49,14 @@ def ignore_options(names: Iterable[str]) -> str:
     return " ".join(f"--ignore '{entry}'" for entry in entries)
 
 
+def leave_out(names: Collection[str], chosen: Iterable[str]) -> str:
+    """The next step for weights of `chosen` that cannot be packed: to exclude them, if others are left."""
+    excluded, every = ({entry_for(name.removesuffix(".weight")) for name in several} for several in (names, chosen))
+    if excluded >= every:
+        return "choose another --scheme: without them nothing is packed"
+    return f"leave them out: {ignore_options(names)}"
+
+
 def with_fused(pattern: str) -> str:
     """Extends each shard of a fused layer in a regular expression to all shards and the fused name."""
     return _LATENT.sub(_LATENT_ALL, _SHARD.sub(_all_shards, pattern))

@@ -24,13 +24,14 @@ from ckptkit.quant.ignore.names import (
     entries_for,
     fused_layer,
     ignore_options,
+    leave_out,
     matrices_named,
     matrices_of,
     parts_of,
 )
 from ckptkit.quant.ignore.readers import ALL_READERS, readers_of
 from ckptkit.quant.ignore.reading import read_all
-from ckptkit.quant.ignore.tiles import check_tiles
+from ckptkit.quant.ignore.tiles import describe, unloadable
 from ckptkit.quant.ignore.tree import ClassTree, class_tree
 
 
@@ -61,8 +62,9 @@ def select_int4_weights(
     check_portable(Question(matrices, packed, config, readers_of(readers)), scheme.ignore)
     chosen = [specs[matrix.tensor] for matrix, packs in zip(matrices, packed, strict=True) if packs]
     _check_quantizable(chosen, scheme)
-    if tp is not None:
-        check_tiles(chosen, tree, config, scheme.group_size, tp)
+    if tp is not None and (found := unloadable(chosen, tree, config, scheme.group_size, tp, ep=1)):
+        message = f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}"
+        raise CkptkitError(message, found[0], describe(found[1]))
     return frozenset(spec.name for spec in chosen)
 
 
@@ -106,7 +108,7 @@ def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
         fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
         features = f"the {', '.join(map(str, sizes))} input features of {summarize(ragged)}"
         other_size = f"use --group-size {fitting[-1]}, or " if fitting else ""
-        hint = f"{other_size}leave them out: {ignore_options(ragged)}"
+        hint = other_size + leave_out(ragged, (spec.name for spec in chosen))
         raise CkptkitError(f"groups of {scheme.divisor} do not divide {features}", hint)
 
 

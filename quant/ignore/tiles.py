@@ -22,7 +22,7 @@ from ckptkit.converters.hf_names import GATE_UP_DOWN
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of
-from ckptkit.quant.ignore.names import fused_layer, ignore_options
+from ckptkit.quant.ignore.names import fused_layer, leave_out
 from ckptkit.quant.ignore.readers import ALL_READERS
 from ckptkit.quant.ignore.tree import ClassTree, class_tree, config_for_class, release_of
 
@@ -38,31 +38,26 @@ _REQUIRES_GATE = {
 _SIZES = (64, 32, 16, 8, 4, 2, 1)
 
 
-def check_tiles(
-    chosen: Sequence[TensorSpec],
-    tree: ClassTree,
-    config: Mapping[str, Any],
-    group_size: int | None,
-    tp: int,
-    ep: int = 1,
-) -> None:
-    """Raises CkptkitError for tensors that SGLang's kernels cannot load; experts are cut over `tp` / `ep` ranks."""
-    if faults := _faults(chosen, tree, config, group_size, tp, ep):
-        fitting = [size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size, ep)]
-        other_size = f"serve with tensor parallel size {fitting[0]}, or " if fitting else ""
-        message = f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}"
-        raise CkptkitError(message, f"{other_size}leave them out: {ignore_options(faults)}", _describe(faults))
+def unloadable(
+    chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int
+) -> tuple[str, dict[str, str]] | None:
+    """The next step, and by tensor the fault of those that SGLang's kernels cannot load at these sizes, or None."""
+    if not (faults := _faults(chosen, tree, config, group_size, tp, ep)):
+        return None
+    fitting = [size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size, ep)]
+    other_size = f"serve with tensor parallel size {fitting[0]}, or " if fitting else ""
+    return other_size + leave_out(faults, (spec.name for spec in chosen)), faults
 
 
 def unrunnable(
     chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None
-) -> tuple[str, list[str]] | None:
-    """The next move and a line for each fault of layers without a kernel in SGLang at any size, or None."""
+) -> tuple[str, dict[str, str]] | None:
+    """The next step, and by tensor the fault of layers without a kernel in SGLang at any size, or None."""
     faults: dict[str, str] = {}
     for specs in _by_layer(chosen, tree):
         if fault := _kernel_fault(specs, _is_expert(specs, tree), group_size):
             faults |= dict.fromkeys((spec.name for spec in specs), fault)
-    return (f"leave them out: {ignore_options(faults)}", _describe(faults)) if faults else None
+    return (leave_out(faults, (spec.name for spec in chosen)), faults) if faults else None
 
 
 def kernel_notes(
@@ -76,8 +71,8 @@ def kernel_notes(
     fault = unrunnable(chosen, class_tree(config), config, group_size) if "sglang" in readers else None
     if fault is None:
         return ()
-    hint, details = fault
-    return (f"no {title} kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}",)
+    details = "; ".join(describe(fault[1]))
+    return (f"no {title} kernel of SGLang runs {details}: an engine would end at its first prompt; {fault[0]}",)
 
 
 def ungated_notes(
@@ -122,7 +117,8 @@ def _by_layer(chosen: Sequence[TensorSpec], tree: ClassTree) -> list[list[Tensor
     return list(layers.values())
 
 
-def _describe(faults: Mapping[str, str]) -> list[str]:
+def describe(faults: Mapping[str, str]) -> list[str]:
+    """A line for each fault, with the names of its tensors."""
     kinds: dict[str, list[str]] = {}
     for name, fault in faults.items():
         kinds.setdefault(fault, []).append(name)
@@ -177,7 +173,8 @@ def _expert_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int) 
     hidden, inner = down.shape
     step = max(_EXPERT_COLUMNS, group_size or 0)
     if inner % tp or inner // tp % step:
-        return f"experts of {inner} features on {tp} ranks: {inner / tp:g} on a rank, which must divide by {step}"
+        cut = f" on {tp} ranks: {inner / tp:g} on each" if tp > 1 else ""
+        return f"experts of {inner} features{cut}, which is not a multiple of {step}"
     return f"experts of hidden size {hidden}, which must divide by {_EXPERT_ROWS}" if hidden % _EXPERT_ROWS else None
 
 

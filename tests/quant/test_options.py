@@ -85,7 +85,7 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
     assert packed == {key for key in plain if ".mlp.experts." in key and not key.startswith(draft)}
     assert {key for key in plain if key in tensors} == plain.keys() - packed
     convert(releases(name), tmp_path / "megatron")
-    report = preflight(tmp_path / "int4", ref_load=tmp_path / "megatron", arguments=QAT)
+    report = preflight(hf_checkpoint=tmp_path / "int4", ref_load=tmp_path / "megatron", arguments=QAT)
     status = {check.code: check.status for check in report.checks}
     assert [status[code] for code in ("CK301", "CK302", "CK709", "CK715")] == ["passed"] * 4, report.findings
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from ckptkit.verify.evidence.folding import by_key
 
 # Imported by name, since the formats import this module.
-_WRITERS = "ckptkit.verify.reports"
+_WRITERS, _TEXT = "ckptkit.verify.reports", "ckptkit.verify.reports.render"
 SCHEMA = "ckptkit-report/2"
 
 # The wording for each part that was not checked; for programs it is "not asked".
@@ -57,6 +57,9 @@ class Finding:
     cause: str | None = None
     names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     also_affected: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return "\n".join(import_module(_TEXT).finding_lines(self))
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in the JSON report."""
@@ -129,6 +132,12 @@ class Report:
     date: str | None = field(default=None, compare=False)
     asked: Sequence[str] = ()
     not_asked: Sequence[str] = ()
+    launch: str | None = None  # the script that preflight read; not in the JSON
+
+    def __str__(self) -> str:
+        """The text that `ckptkit verify` prints."""
+        text = import_module(_TEXT)
+        return "\n".join(text.plain(text.report_lines(self, text.columns())))
 
     @property
     def status(self) -> Literal["passed", "failed", "inconclusive"]:
@@ -151,7 +160,7 @@ class Report:
     def verdict(self) -> str:
         """The status in capitals with the numbers of errors and warnings, and the scope unless it failed.
 
-        For example `FAILED with 2 errors`, or `PASSED files; values not compared: no --source; Megatron not asked`.
+        For example `FAILED with 2 errors`, or `PASSED files and values; Megatron not asked`.
         """
         counts = (("error", self.errors), ("warning", self.warnings))
         counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
@@ -174,20 +183,28 @@ class Report:
         parts = [*filter(None, [_listed(self._compared)]), *self._behaviour] or ["nothing"]
         if "values" in self.asked and "source" in missing:
             missing.remove("source")
-            parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
+        if self.is_uncompared:
+            parts.append("not compared with a release (no --source): weights, config, tokenizer")
         if accepted := self.facts.get(ACCEPTED):
             parts.append(f"{', '.join(split_reason(line)[1] for line in accepted)} accepted as not checked")
         without = by_key((NOT_GIVEN.get(name, "not asked"), name) for name in missing)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     @property
+    def is_uncompared(self) -> bool:
+        """Whether a checkpoint was only checked in itself: no value was compared with a source or a manifest."""
+        return "values" in self.asked and "source" in self.not_asked and "manifest" not in self.asked
+
+    @property
     def _compared(self) -> list[str]:
         """The parts that were compared. Values are compared with a source or a manifest."""
-        names = [name for name in self.asked if name not in (BEHAVIOUR, "manifest")]
-        if "values" in names and "source" in self.not_asked:
-            at = names.index("values")
-            names[at : at + 1] = ["values of the manifest"] if "manifest" in self.asked else []
-        return names
+        names = {name: name for name in self.asked if name not in (BEHAVIOUR, "manifest")}
+        if "source" in self.not_asked and "values" in names:
+            names["values"] = "values of the manifest"
+        if self.is_uncompared:
+            del names["values"]
+            names["files"] = "files (sound and consistent)"
+        return list(names.values())
 
     @property
     def _behaviour(self) -> list[str]:

@@ -14,6 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import INSTALL_CONVERT, program_version
 from ckptkit.core.progress import progress
+from ckptkit.core.signature import public
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@public()
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
     """Compares tensors under HF names, and the files that loaders read, of two checkpoints of any formats.
 

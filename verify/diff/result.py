@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from ckptkit.core.specs import TensorSpec, fold
@@ -68,6 +69,10 @@ class Diff:
     notes: Sequence[str] = ()  # on tensors and files that were not compared
     files: Sequence[str] = ()  # differences of config.json and other files that loaders read, a line each
     unread: Sequence[Pair] = ()  # of one shape, and not compared by value without torch
+
+    def __str__(self) -> str:
+        """The text that `ckptkit diff` prints; by name, since its module imports this one."""
+        return "\n".join(import_module("ckptkit.verify.diff.text").diff_lines(self))
 
     @property
     def status(self) -> Literal["equal", "different", "inconclusive"]:

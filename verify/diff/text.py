@@ -20,8 +20,8 @@ _WORDS = {
 }
 
 
-def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
-    """Yields the report for people; `width` None is that of the terminal."""
+def diff_lines(found: Diff) -> Iterator[str]:
+    """Yields the report for people."""
     counts = found.counts
     closing = [f"A  {found.a} ({found.formats[0]})", f"B  {found.b} ({found.formats[1]})"]
     if found.kinds:
@@ -31,7 +31,7 @@ def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
     word, rest = verdict(found).split("  ", 1)
     sections = {"notes": found.notes} if found.notes else {}
     text = TextReport(list(_entries(found)), (word, f"  {rest}"), sections, closing)
-    yield from plain(lay_out(text, width or columns(), every=True))
+    yield from plain(lay_out(text, columns(), every=True))
 
 
 def _entries(found: Diff) -> Iterator[Entry]:

@@ -22,7 +22,7 @@ from ckptkit.verify.launch.words import LaunchText, Word
 class PreflightOptions:
     """Paths and sizes from preflight's own options. A size of 1 counts as not given."""
 
-    hf_checkpoint: str | Path | None = None
+    hf_checkpoint: Path | None = None
     load: Path | None = None
     ref_load: Path | None = None
     ckpt_step: int | None = None

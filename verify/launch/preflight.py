@@ -6,15 +6,17 @@ It reads headers, JSON files and samples of weights, in seconds for a model of a
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.isolation import HIDDEN, is_secret
+from ckptkit.core.signature import public
 from ckptkit.formats.detect import refuse_url, require_own_files
 from ckptkit.storage.regular import read_regular
 from ckptkit.verify.checks.config.config import STAGES
@@ -41,34 +43,31 @@ from ckptkit.verify.options import VerifyOptions
 _MAX_BYTES = 300_000  # of a script, as in `read_script`
 
 
-class SizeOptions(TypedDict, total=False):
-    """The iteration and the parallel sizes of preflight's own options."""
-
-    ckpt_step: int | None
-    tp: int
-    pp: int
-    ep: int
-
-
+@public(PreflightOptions)
 def preflight(
-    hf_checkpoint: str | Path | None = None,
-    load: str | Path | None = None,
-    ref_load: str | Path | None = None,
-    arguments: Sequence[str] = (),
     script: str | Path | None = None,
+    *,
+    arguments: str | Sequence[str] = (),
     text: LaunchText | None = None,
     ask_trainer: str | Path | None = None,
-    **sizes: Unpack[SizeOptions],
+    **options: Any,
 ) -> Report:
     """Checks the words of a launch, and headers, JSON files and samples of the weights that it would load.
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
-    ROLL. `arguments` are the words behind it, or a launch without a script. `text` is a launch that is already read.
-    `ask_trainer` is a Python in which the trainer parses the launch, which executes its code. Paths and `sizes`
-    (ckpt_step, tp, pp, ep) default to those of the launch. Its variables may be set in the environment. The report is
-    inconclusive if the launch has a size or a path that cannot be read before it runs. Raises CkptkitError if no
-    path is given or one is a URL, if two sizes contradict each other, and if the script is not a launch.
+    ROLL. `arguments` are the words behind it, or a launch without a script; of one string, those of a shell. `text` is
+    a launch that is already read. `ask_trainer` is a Python in which the trainer parses the launch, which executes its
+    code. Paths of weights (`hf_checkpoint`, `load`, `ref_load`) and sizes default to those of the launch. Its variables
+    may be set in the environment. The report is inconclusive if the launch has a size or a path that cannot be read
+    before it runs. Raises CkptkitError if no path is given or one is a URL, if two sizes contradict each other, and if
+    the script is not a launch.
     """
+    if isinstance(arguments, str):
+        arguments = shlex.split(arguments)
+    path = Path(script or "-")
+    if str(path) != "-" and (path.is_dir() or not path.exists()):
+        hint = "give weights as --hf-checkpoint, --load or --ref-load, and arguments of the launch after --"
+        raise UsageError(f"{path} {'is a directory, not a launch' if path.is_dir() else 'does not exist'}", hint)
     # Reports show values of a launch, so no reader of a launch sees a value that may be a secret.
     environment = {name: HIDDEN if is_secret(name, value) else value for name, value in os.environ.items()}
     config = Path(script) if script and is_config(Path(script)) else None
@@ -77,12 +76,12 @@ def preflight(
     start = takewhile(lambda word: not word.startswith("--"), (word.text for word in text.words))
     if other := find_stack_by_command(text.program or " ".join(start)):
         raise other.refusal(script or "the command")
-    for path in (given for given in (hf_checkpoint, load, ref_load) if given):
-        refuse_url(path)
+    options = {name: value for name, value in options.items() if value not in (None, "")}
+    for name in {"hf_checkpoint", "load", "ref_load"} & options.keys():
+        refuse_url(options[name])
+        options[name] = Path(options[name])
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    given = PreflightOptions(
-        hf_checkpoint or None, Path(load) if load else None, Path(ref_load) if ref_load else None, **sizes
-    )
+    given = PreflightOptions(**options)
     job, reasons = read_job(Launch(text, given, {**environment, **known}), config), []
     if ask_trainer is not None:
         from ckptkit.verify.launch.ask_trainer import ask_trainer as ask
@@ -94,7 +93,7 @@ def preflight(
         except CkptkitError as error:
             reasons = [f"{error.message}: {error.hint}"]
     report = check_job(job)
-    return replace(report, reasons=[*report.reasons, *reasons])
+    return replace(report, reasons=[*report.reasons, *reasons], launch=None if str(path) == "-" else str(path))
 
 
 def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
+from ckptkit.core.findings_text import Entry, Line, TextReport, columns, detailed, lay_out, plain
 from ckptkit.core.printable import printable
-from ckptkit.verify.core.check import NOT_APPLICABLE
+from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
 from ckptkit.verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports import text as wording
@@ -80,6 +81,13 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
     return Entry(finding.code, finding.severity, about, fault, details, anchor, title)
 
 
+def finding_lines(finding: Finding) -> Iterator[str]:
+    """Yields the lines of one finding, as `render` prints them."""
+    title = next((check.failed for check in all_checks() if check.code == finding.code), "")
+    report = Report("", (), "", None, (), [finding], {})
+    return plain(detailed(_entry(report, title, finding.code, finding, every=True), columns()))
+
+
 def _explained(report: Report, cause: str) -> str:
     """The findings that follow from this one, identical ones together."""
     named = zip(anchors(report.findings), report.findings, strict=True)
@@ -101,6 +109,9 @@ def _closing(report: Report, every: bool) -> list[str]:
         lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(wording.totals(report))
     more = [] if every else ["`--all` lists the checks"]
+    if report.is_uncompared and report.status == "passed":
+        command = shlex.join(["ckptkit", "verify", report.checkpoint, "--source", "RELEASE"])
+        more.insert(0, f"`{command}` compares weights, config and tokenizer")
     if report.findings:
         more.append(f"`ckptkit explain {wording.groups(report, 1)[0].code}` says what to do about it")
     return [*lines, *(["; ".join(more)] if more else [])]

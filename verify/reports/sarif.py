@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,9 +54,14 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    # Preflight reads several checkpoints; a finding about all of them belongs to the first.
+    # Preflight reads several checkpoints; a finding about all of them belongs to the launch, or to the first.
     root = report.checkpoint.partition(", ")[0] if [*report.command[1:2]] == ["preflight"] else report.checkpoint
-    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(finding.file or root, Path.cwd())}}
+    file = finding.file or report.launch or root
+    place: dict[str, Any] = {"artifactLocation": _artifact(file, Path.cwd())}
+    line = re.search(rf"\b{re.escape(Path(file).name)}:(\d+)\b", finding.actual)
+    if line or file == report.launch:  # hosts annotate a line of a script
+        place["region"] = {"startLine": int(line[1]) if line else 1}
+    location: dict[str, Any] = {"physicalLocation": place}
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
     text = f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}"

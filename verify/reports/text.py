@@ -16,7 +16,7 @@ from ckptkit.verify.evidence.folding import by_key, layers_of
 # The common beginning of the expected and the actual value: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # not clear without the expected value
-_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")  # a fault without a subject
+_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they|an empty)\b")  # a fault without a subject
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause
 _IN_LAYERS = re.compile(r"(?P<home>(?:\w+\.)*?)(?P<mtp>mtp_)?layers\.(?P<layers>\d+|\{[\d.,]+\})\.(?P<tail>.+)")
@@ -122,9 +122,11 @@ def headline(report: Report) -> str:
         return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
-    is_uncompared = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
-    note = " Values were compared with nothing: pass --source." if is_uncompared else ""
-    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{note}"
+    checks = " Values were compared with nothing: pass --source." if is_uncompared else ""
+    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}"
+    if report.is_uncompared:
+        return f"{checks}: the checkpoint is sound in itself. Nothing was compared with its release."
+    return f"{checks}."
 
 
 def other_reasons(report: Report) -> Sequence[str]:
@@ -229,8 +231,10 @@ def _more(count: int, word: str) -> str:
 
 def _shortened(text: str) -> str:
     """One line of at most _LENGTH characters, without braces around numbers."""
-    line = _NUMBERS.sub(lambda found: _in_words(found[1]), " ".join(text.split())).rstrip(".")
-    return line if len(line) <= _LENGTH else f"{line[:_LENGTH].rpartition(' ')[0] or line[:_LENGTH]} …"
+    line = " ".join(text.split()).rstrip(".")
+    if len(line) > _LENGTH:  # before the numbers of a name become words, so that no name is cut
+        line = f"{line[:_LENGTH].rpartition(' ')[0] or line[:_LENGTH]} …"
+    return _NUMBERS.sub(lambda found: _in_words(found[1]), line)
 
 
 def _sentence(text: str, file: str | None = None) -> str:

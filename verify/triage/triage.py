@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.installation import program_version
+from ckptkit.core.signature import public
 from ckptkit.storage.regular import open_regular
 from ckptkit.verify.triage.scan import Found, Place
 from ckptkit.verify.triage.symptom import Symptom
@@ -47,6 +48,9 @@ class Triage:
         """Whether there is a known symptom."""
         return bool(self.causes or self.effects)
 
+    def __str__(self) -> str:
+        return "\n".join(triage_lines(self))
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON: `ckptkit-triage/1`, which only ever gains keys."""
         return {
@@ -71,8 +75,9 @@ class Triage:
         }
 
 
+@public()
 def triage(logs: Sequence[str | Path]) -> Triage:
-    """Finds known symptoms in logs (`-` is standard input). Raises CkptkitError for an unreadable or empty log."""
+    """Finds known symptoms in a log or several; `-` is standard input. Raises CkptkitError for an unreadable one."""
     if not logs:
         raise CkptkitError("no log was given", "pass the log of the trainer, or `-` for standard input")
     found = Found()
@@ -121,18 +126,16 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
         raise CkptkitError(f"{log}: {error.strerror or error}", "pass a log file, or `-` for standard input") from error
 
 
-def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
-    """Yields the report for people; `width` None is that of the terminal."""
+def triage_lines(found: Triage) -> Iterator[str]:
+    """Yields the report for people."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
-    count = len(found.causes) + len(found.effects)
-    nothing = "This is no verdict: check the files with `ckptkit preflight` and `ckptkit verify`."
+    count, more = len(found.causes) + len(found.effects), "This is no verdict: check the files with `ckptkit preflight` and `ckptkit verify`."
     text = TextReport(
         [_entry(sign) for sign in (*found.causes, *found.effects)],
-        ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}"),
+        ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}{more}"),
         {"loaded, according to the logs": [str(place) for place in found.loaded]} if found.loaded else {},
-        [] if found.found else [nothing],
     )
-    yield from plain(lay_out(text, width or columns(), every=True))
+    yield from plain(lay_out(text, columns(), every=True))
 
 
 def _entry(sign: SymptomMatch) -> Entry:

@@ -73,7 +73,10 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(program_version(), prog_name="ckptkit")
 def cli() -> None:
-    """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
+    """Converts HF <-> Megatron checkpoints, quantizes them, and proves what Megatron, SGLang and vLLM loaded.
+
+    Formats: INT4, FP8, MXFP8, MXFP4, NVFP4. Trainers: slime, miles, verl, NeMo-RL, ROLL.
+    """
 
 
 cli.params += global_options()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,10 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 
     INT4, FP8, MXFP8, MXFP4 or NVFP4. Only config.json is required.
     """
-    from ckptkit.quant.ignore.lint import lines
     from ckptkit.quant.ignore.lint import lint as run
 
     report = run(path, readers=readers or None, fix=fix)
-    echo_result(report, lines, as_json)
+    echo_result(report, as_json)
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
     after: list[str] = []
@@ -171,7 +169,10 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
     if unknown := [part for part in parts if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
     found = examine(common.pythons_of(options))
-    echo_result(found, partial(lines, parts=parts), as_json)
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found, parts))
     if found.broken(parts):
         raise SystemExit(2)
 
@@ -190,10 +191,9 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     Exit code 0: equal; 1: different; 2: unreadable, or inconclusive because values were not compared.
     """
     from ckptkit.verify.diff.diff import diff as run
-    from ckptkit.verify.diff.text import diff_lines
 
     found = run(a, b, hf=hf, exact=exact)
-    echo_result(found, diff_lines, as_json)
+    echo_result(found, as_json)
     end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
     if found.status != "equal":
         raise SystemExit(1 if found.status == "different" else 2)
@@ -208,10 +208,9 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
     `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log is empty or cannot be read.
     """
     from ckptkit.verify.triage.triage import triage as run
-    from ckptkit.verify.triage.triage import triage_lines
 
     found = run(logs)
-    echo_result(found, triage_lines, as_json)
+    echo_result(found, as_json)
     end(f"{found.lines} lines", as_json)
     if found.found:
         raise SystemExit(1)

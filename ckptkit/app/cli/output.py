@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -44,12 +44,12 @@ def echo_json(content: Any) -> None:
         click.echo(json_text(content))
 
 
-def echo_result(result: Any, lines: Callable[[Any], Iterable[str]], as_json: bool) -> None:
+def echo_result(result: Any, as_json: bool) -> None:
     """Prints a result as JSON or as text."""
     if as_json:
         echo_json(result.to_json())
     else:
-        echo(*lines(result))
+        echo(*str(result).split("\n"))
 
 
 @contextmanager

@@ -108,6 +108,9 @@ class Verb(click.Command):
         """Parses words. Raises click.UsageError for options without effect."""
         try:
             rest = super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            message = f"{error.format_message().rstrip('.')}, for example: {VERBS[str(self.name)].example}"
+            raise click.UsageError(message, ctx) from error
         except click.NoSuchOption as error:
             if self.name == "convert" and error.option_name in _SIZES:
                 message = f"convert has no option {error.option_name}: the output loads at any parallel size"

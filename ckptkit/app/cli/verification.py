@@ -200,20 +200,16 @@ def preflight(
     paths = [options[name] for name in ("hf_checkpoint", "load", "ref_load")]
     if script is None and not arguments and not any(paths):
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
-    if script not in (None, "-") and not Path(str(script)).is_file():
-        if Path(str(script)).is_dir():
-            hint = "give it as --hf-checkpoint, --load or --ref-load"
-            raise click.UsageError(f"{script!r} is a directory, not a launch script: {hint}")
-        raise click.UsageError(f"no such script: {script!r}; arguments of the launch come after --")
-    report = run(arguments=arguments, script=script, **options)
+    report = run(script, arguments=arguments, **options)
     print_report(report, as_json, strict, reports, every)
 
 
 @click.command(cls=LaunchVerb, short_help="Run a launch, and stop it before the trainer starts if it is wrong.")
 @common.reports
 @common.strict
+@click.argument("words", nargs=-1, metavar="-- COMMAND...")
 @click.pass_context
-def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> None:
+def gate(context: click.Context, /, words: tuple[str, ...], reports: tuple[Path, ...], strict: bool) -> None:
     """Run the command after --, which starts the job: a script, Python, make.
 
     Before it starts its first trainer by python, python3, torchrun or ray, `preflight` checks the exact words, in their
@@ -222,7 +218,7 @@ def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> 
     """
     from ckptkit.app.gate import gate as run
 
-    if not (command := context.meta[LAUNCH]):
+    if words or not (command := context.meta[LAUNCH]):
         raise click.UsageError("give the command that starts the job after --: ckptkit gate -- bash run.sh")
     options = [word for path in reports for word in ("--report", str(path.absolute()))] + ["--strict"] * strict
     code, remark = run(command, options)

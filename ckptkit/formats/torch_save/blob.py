@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_STORED, ZipInfo
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
-from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError, memory_for
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, memory_for
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MAX_AXES
 from ckptkit.formats.torch_save import unpickle
@@ -142,6 +142,8 @@ class Blob:
 
     def unreadable(self, error: Exception) -> CkptkitError:
         """The error for an unreadable file."""
+        if isinstance(error, FileNotFoundError):
+            return MissingError(f"{self.path} is missing", "copy it again from the save")
         return CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again")
 
     def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.records import NotAllowed, Record, is_bounded, kind_of
@@ -295,7 +295,7 @@ def test_object_where_a_tensor_should_be_and_truncation(tmp_path):
         Blob(file, 0, file.stat().st_size).tensor("float32", (1,))
     with pytest.raises(CkptkitError, match="missing or damaged"):
         Blob(file, 0, file.stat().st_size - 30).object()
-    with pytest.raises(CkptkitError, match="missing or damaged"):
+    with pytest.raises(MissingError, match="absent is missing"):
         Blob(tmp_path / "absent", 0, 10).object()
 
 

@@ -129,7 +129,7 @@ def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at():
     several = replace(report, reasons=("CK701, CK702, CK703, CK704: it is unknown; take another", "CK705: no GPU"))
     assert several.verdict.endswith("not looked at: 4 checks, CK701 to CK704 (it is unknown), and 1 more")
     warned = replace(report, findings=(WARNING,), not_asked=("source",))
-    assert warned.verdict.startswith("INCONCLUSIVE with 1 warning: files and SGLang passed; ")
+    assert warned.verdict.startswith("INCONCLUSIVE with 1 warning: files (sound and consistent) and SGLang passed; ")
 
 
 def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason():
@@ -145,10 +145,13 @@ def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason():
     assert accepting("CK505", "CK506").reasons == []
 
 
+UNCOMPARED = "not compared with a release (no --source): weights, config, tokenizer"
+
+
 @pytest.mark.parametrize(
     ("facts", "asked", "not_asked", "scope"),
     [
-        ("B", "files values behaviour", "source", "files; B; values not compared: no --source"),
+        ("B", "files values behaviour", "source", f"files (sound and consistent); B; {UNCOMPARED}"),
         ("", "engine behaviour", "source", "engine; output compared with transformers; source not given"),
         ("", "files values manifest", "source", "files and values of the manifest"),
         ("", "adapter", "target", "adapter; target not given"),

@@ -89,6 +89,18 @@ def test_junit():
     assert reason.get("message") == "sglang is not installed"
 
 
+def test_a_finding_of_a_launch_is_at_its_line_or_at_the_script():
+    findings = (Finding("CK718", "4", "8, at /x/model.sh:41", "h", file="/x/model.sh"), Finding("CK718", "4", "8", "h"))
+    launched = replace(REPORT, command=("ckptkit", "preflight"), findings=findings, launch="/x/run.sh")
+    results = json.loads(report_text(launched, ".sarif"))["runs"][0]["results"]
+    places = [one["locations"][0]["physicalLocation"] for one in results]
+    assert [(one["artifactLocation"]["uri"], one["region"]) for one in places] == [
+        ("file:///x/model.sh", {"startLine": 41}),
+        ("file:///x/run.sh", {"startLine": 1}),
+    ]
+    assert "<title>failed: /x/run.sh</title>" in report_text(launched, ".html")
+
+
 def test_sarif():
     content = json.loads(report_text(REPORT, ".sarif"))
     assert (content["version"], len(content["runs"])) == ("2.1.0", 1)

@@ -237,16 +237,15 @@ def _tile_issues(
     """Weights in groups of one size that do not fit."""
     tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
     if tp == 1:
-        if fault := tiles.unrunnable(specs, tree, config, size):
-            hint, details = fault
-            actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}, so it stops at the first prompt"
-            hint = f"quantize again and {hint}; or serve with vLLM and pass --reader vllm"
-            yield Issue("INT4 weights with sizes that SGLang's kernels support", actual, hint)
-        return
-    try:
-        tiles.check_tiles(specs, tree, config, size, tp, ep)
-    except CkptkitError as error:
-        yield Issue(f"INT4 weights that divide over {tp} ranks", error.message, error.hint or "")
+        found = tiles.unrunnable(specs, tree, config, size)
+        expected, effect = "INT4 weights that a kernel of SGLang can run", "; '.join(details)}, so it stops at the first prompt"
+    else:
+        found = tiles.unloadable(specs, tree, config, vLLM tp, pass effect = f"INT4 weights with sizes that SGLang's kernels support", ""
+    if found:
+        hint, faults = found
+        hint = f"{hint}; or serve with vLLM, and give --reader vllm"
+        for fault, names in divide over {tp} ranks", fault in faults.items()).items():
+            yield Issue(expected, fault + effect, hint, names, as_one=True)
 
 
 @check("CK308", applies_to=require_quantized)

@@ -124,5 +124,6 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     if (sizes := engine_sizes(engine, subject)) is None:
         raise CannotCheck(f"{engine.label} does not support these sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
-        raise CannotCheck(f"an engine needs {sizes.ranks} GPUs, one per rank, but {torch.cuda.device_count()} are here")
+        have = torch.cuda.device_count()
+        raise CannotCheck(f"an engine needs {sizes.ranks} GPUs, one per rank, but this machine has {have}")
     return sizes

@@ -153,7 +153,7 @@ def engine(releases, tmp_path):
 
 
 def judged(root, *words):
-    report = preflight(root, arguments=words)
+    report = preflight(hf_checkpoint=root, arguments=words)
     status = next((check.status for check in report.checks if check.code == "CK724"), None)
     return status, [finding for finding in report.findings if finding.code == "CK724"]
 
