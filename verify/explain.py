@@ -40,6 +40,7 @@ def explain(words: str = "") -> str:
         return "\n\n\n".join(_describe(known[code]) if code in known else retired[code] for code in codes)
     if not (wanted := re.findall(r"[\w-]+", words.lower())):
         return _format_list(all_checks(), "; find symptoms by a word: `ckptkit explain garbled`")
+    best: list[Check | Symptom]
     if logged := [one for one in TABLE if one.matches(words) and any(needle in words for needle in one.needles)]:
         best = sorted(logged, key=lambda one: len(one.near))
     else:

@@ -52,8 +52,8 @@ class VerifyOptions:
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.ep, self.etp or 1, self.vpp, self.megatron.cp) < 1:
-            raise UsageError("a parallel size is below 1", "give tp, pp, ep, etp, vpp and cp of 1 or more")
+        if min(self.tp, self.pp, self.ep, self.etp or 1, self.vpp, self.cp) < 1:
+            raise UsageError("a parallel size is below 1", "pass tp, pp, ep, etp, vpp and cp of 1 or more")
         names = [one.name for one in WITNESSES]
         if unknown := self.against.difference(names):
             raise UsageError(f"against contains {sorted(unknown)}", f"use only {', '.join(map(repr, names))}")
@@ -93,4 +93,5 @@ def verify_options(**options: Any) -> VerifyOptions:
     for name in ("manifest", "adapter", "rollout_data"):
         options[name] = Path(options[name]) if options.get(name) else None
     readers, accept = options.pop("readers", None), frozenset(map(str.upper, options.pop("accept", ())))
-    return VerifyOptions(**options, accept=accept, readers=None if readers is None else tuple(readers))
+    against = frozenset(options.pop("against", ()))
+    return VerifyOptions(**options, against=against, accept=accept, readers=None if readers is None else tuple(readers))

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.signature import public
 from ckptkit.formats.detect import (
     TRACKER,
     is_legacy,
@@ -36,7 +37,7 @@ from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_wei
 from ckptkit.verify.evidence.folding import layers_of
 from ckptkit.verify.evidence.reading import read_values
 from ckptkit.verify.evidence.rounding import rounding_of
-from ckptkit.verify.options import MegatronOptions, VerifyOptions, verify_options
+from ckptkit.verify.options import VerifyOptions, verify_options
 from ckptkit.verify.reports.heat import Heat, Measured, heat_map, measured_values
 from ckptkit.verify.witnesses.megatron.run import sizes_of
 from ckptkit.verify.witnesses.registry import programs_not_used
@@ -70,7 +71,7 @@ _SPECIAL_KINDS = {
 }
 
 
-@public(VerifyOptions, MegatronOptions, hidden=("megatron",))
+@public(VerifyOptions)
 def verify(
     path: str | Path,
     source: str | Path | None = None,
@@ -83,7 +84,7 @@ def verify(
 
     `source` is the checkpoint that it was made from; with one, every value is compared. `hf` is the HF directory with
     the config of a Megatron checkpoint that stores none. `against`: the programs to ask, such as "megatron" and
-    "sglang"; the other options.VerifyOptions`.
+    "sglang"; the other options are those of `ckptkit verify --help`.
 
     A broken checkpoint gives findings. Raises CkptkitError if there is no checkpoint at `path` or `source`, a file of
     an option cannot be used, options contradict each other, a dependency is missing, or the model does not fit the

@@ -122,8 +122,7 @@ def headline(report: Report) -> str:
         return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
-    checks = " Values were compared with nothing: pass --source." if is_uncompared else ""
-    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}"
+    checks = f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}"
     if report.is_uncompared:
         return f"{checks}: the checkpoint is sound in itself. Nothing was compared with its release."
     return f"{checks}."

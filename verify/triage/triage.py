@@ -129,7 +129,10 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
 def triage_lines(found: Triage) -> Iterator[str]:
     """Yields the report for people."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
-    count, more = len(found.causes) + len(found.effects), "This is no verdict: check the files with `ckptkit preflight` and `ckptkit verify`."
+    count, more = (
+        len(found.causes) + len(found.effects),
+        "; check the files with `ckptkit preflight` and `ckptkit verify`",
+    )
     text = TextReport(
         [_entry(sign) for sign in (*found.causes, *found.effects)],
         ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}{more}"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.megatron_saves import SAVES
+from support.messages import text_with
 from support.nightly import daily
 
 from ckptkit.core.specs import TensorSpec

@@ -238,13 +238,14 @@ def _tile_issues(
     tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
     if tp == 1:
         found = tiles.unrunnable(specs, tree, config, size)
-        expected, effect = "INT4 weights that a kernel of SGLang can run", "; '.join(details)}, so it stops at the first prompt"
+        expected, effect = "INT4 weights with sizes that SGLang's kernels support", ", so it stops at the first prompt"
     else:
-        found = tiles.unloadable(specs, tree, config, vLLM tp, pass effect = f"INT4 weights with sizes that SGLang's kernels support", ""
+        found = tiles.unloadable(specs, tree, config, size, tp, ep)
+        expected, effect = f"INT4 weights that divide over {tp} ranks", ""
     if found:
         hint, faults = found
-        hint = f"{hint}; or serve with vLLM, and give --reader vllm"
-        for fault, names in divide over {tp} ranks", fault in faults.items()).items():
+        hint = f"{hint}; or serve with vLLM and pass --reader vllm"
+        for fault, names in by_key((fault, name) for name, fault in faults.items()).items():
             yield Issue(expected, fault + effect, hint, names, as_one=True)
 
 
