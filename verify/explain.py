@@ -42,7 +42,7 @@ def explain(words: str = "") -> str:
         return _format_list(all_checks(), "; find symptoms by a word: `ckptkit explain garbled`")
     best: list[Check | Symptom]
     if logged := [one for one in TABLE if one.matches(words) and any(needle in words for needle in one.needles)]:
-        best = sorted(logged, key=lambda one: len(one.near))
+        best = [*sorted(logged, key=lambda one: len(one.near))]
     else:
         scores = _scores(wanted, dict.fromkeys(known.values()))
         most = max(scores.values())

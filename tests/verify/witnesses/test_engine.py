@@ -18,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses import engine as engine_checks
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify

@@ -17,7 +17,7 @@ from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.converters.planner import dims_of
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.megatron import run as megatron_run

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.cli import cli
 from ckptkit.verify.checks.witnesses import behaviour
 from ckptkit.verify.core.check import all_checks
-from ckptkit.verify.core.report import run_checks
+from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
