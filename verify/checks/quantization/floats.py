@@ -181,7 +181,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
     }
     if values and set(values.values()) == {1.0}:
         hint = "calibrate, or serve with a kernel that quantizes only weights: engines clip activations by these scales"
-        yield Issue("calibrated activation scales", "all are 1.0", hint, names=values, severity="warning")
+        yield Issue("calibrated activation scales", "every scale is 1.0", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
