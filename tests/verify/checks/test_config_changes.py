@@ -30,7 +30,7 @@ def change(path, **changes):
     [
         ("qwen2-tied", {"attention_dropout": 0.5}, "attention_dropout = 0.0", "attention_dropout = 0.5", "error"),
         ("qwen2-tied", {"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
-        ("qwen2-tied", {"made_up": 7}, "made_up = not there", "made_up = 7", "warning"),
+        ("qwen2-tied", {"made_up": 7}, f"made_up = {UNKNOWN}", "made_up = 7", "warning"),
         # Two Megatron arguments follow from it.
         (
             "glm4_moe",
@@ -61,7 +61,7 @@ def test_a_key_that_changed_is_one_finding_in_its_own_spelling(
     ("key", "value", "found"),
     [
         ("hidden_act", ..., []),  # the value of the class
-        ("made_up", 7, [("warning", "text_config.made_up = not there", "text_config.made_up = 7")]),
+        ("made_up", 7, [("warning", f"text_config.made_up = {UNKNOWN}", "text_config.made_up = 7")]),
         ("head_dim", 64, [("error", "text_config.head_dim = 32", "text_config.head_dim = 64")]),
     ],
 )
