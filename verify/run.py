@@ -204,7 +204,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
         raise UsageError(f"{subject.path} holds deltas, which can be verified with --source (their base) only", hint)
     elif subject.source_path and not subject.source_is_hf:
-        raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
+        raise UsageError(f"{subject.source_path} is not an HF directory", "pass the --hf-checkpoint of the job")
     if subject.options.rollout_data is not None:
         recording_of(subject)
     with suppress(NotApplicable, CannotCheck):

@@ -72,12 +72,12 @@ class HfFiles:
                 return ()
             inside = sorted(path.name for path in self.root.iterdir() if path.is_file())
             more = f" and {len(inside) - 5} more" if inside[5:] else ""
-            actual = f"not there, nor {SINGLE}; {len(shards)} other .safetensors file(s)"
+            actual = f"neither of the two, but other .safetensors files: {len(shards)}"
             actual = actual if shards else f"no weights: only {', '.join(inside[:5])}{more}"
             return (Issue(f"{INDEX}, or a single {SINGLE}", actual),)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            actual = "an empty one" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
+            actual = "weight_map is empty" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
             return (Issue("a weight_map of names to files", actual),)
         outside = (name for name in weight_map if name not in (self.index or {}))
         return tuple(Issue("a file of this directory", shortened(weight_map[one]), names=(one,)) for one in outside)

@@ -126,5 +126,5 @@ def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tupl
         yield "qat", given[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in given:
         if not (given[QAT_GROUP].isdecimal() and len(given[QAT_GROUP]) < 10):
-            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", "set a number")
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}", f"set {QAT_GROUP} to a number")
         yield "qat_group", int(given[QAT_GROUP])

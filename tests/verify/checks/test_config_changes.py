@@ -25,7 +25,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         ({"attention_dropout": 0.5}, "attention_dropout = 0.0", "attention_dropout = 0.5", "error"),
         ({"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
-        ({"made_up": 7}, "made_up = not there", "made_up = 7", "warning"),
+        ({"made_up": 7}, f"made_up = {UNKNOWN}", "made_up = 7", "warning"),
         # The source has it in the other spelling.
         ({"rope_parameters": ..., "rope_theta": 5e5}, "rope_theta = 10000", "rope_theta = 500000.0", "error"),
     ],
@@ -40,7 +40,7 @@ def test_a_key_that_changed_is_one_finding_in_its_own_spelling(changes, expected
     ("key", "value", "found"),
     [
         ("hidden_act", ..., []),  # the value of the class
-        ("made_up", 7, [("warning", "text_config.made_up = not there", "text_config.made_up = 7")]),
+        ("made_up", 7, [("warning", f"text_config.made_up = {UNKNOWN}", "text_config.made_up = 7")]),
         ("head_dim", 64, [("error", "text_config.head_dim = 32", "text_config.head_dim = 64")]),
     ],
 )

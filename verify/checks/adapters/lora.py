@@ -204,14 +204,14 @@ def factors_change_something(subject: Subject, result: CheckResult) -> Iterator[
     factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
         hint = "check that the adapter was not saved before the first training step: these factors change nothing"
-        yield Issue(expected, "zeros", hint, names=zeros, as_one=True, severity="warning")
+        yield Issue(expected, "all zero", hint, names=zeros, as_one=True, severity="warning")
         return
     without_expert = partial(EXPERT.sub, ".experts.#.")
     trained = {without_expert(name) for name in files.specs if name not in zeros}
     for name in zeros:
         is_expert = without_expert(name) in trained
         hint = "experts that get no tokens stay zero: check that the router never chose these" * is_expert
-        yield Issue(expected, "zeros", hint, names=[name], severity=warning_if(is_expert))
+        yield Issue(expected, "all zero", hint, names=[name], severity=warning_if(is_expert))
 
 
 @check("CK134", needs=("source",), applies_to=_needs_base)

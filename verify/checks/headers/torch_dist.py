@@ -64,7 +64,7 @@ def directory_complete(subject: Subject, result: CheckResult) -> Iterator[Issue]
     result.compared()
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
-        hint = "export to HF and convert the result: Megatron loads this format only at equal sizes, verify not at all"
+        hint = "export to HF and convert the result: Megatron loads this format only at equal sizes, verify never"
         yield Issue("a torch_dist checkpoint", actual, hint, file=weights, severity="warning")
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist

@@ -129,14 +129,15 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
         return
-    some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "all lack it"
+    scale = lacking[0].inputs[0].rpartition(".")[2]
     unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
-    hint = f"{_AGAIN}: without it {' and '.join(unset)} read uninitialized memory" if unset else _AGAIN
+    hint = f"{_AGAIN}: without {scale} {' and '.join(unset)} read uninitialized memory" if unset else _AGAIN
     if format_name(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
         hint += "; if only weights are quantized, declare quant_algo W4A16_NVFP4, or no input_activations"
-    expected = f"{lacking[0].inputs[0].rpartition('.')[2]} for every weight, since activations are quantized too"
-    yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
+    expected = f"{scale} for every weight, since activations are quantized too"
+    actual = f"{len(lacking)} of {len(needing)} weights have no {scale}"
+    yield Issue(expected, actual, hint, names=[stored.codes.name for stored in lacking])
 
 
 def float_scales(subject: Subject, result: CheckResult) -> Iterator[Issue]:
@@ -181,7 +182,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
     }
     if values and set(values.values()) == {1.0}:
         hint = "calibrate, or serve with a kernel that quantizes only weights: engines clip activations by these scales"
-        yield Issue("calibrated activation scales", "all are 1.0", hint, names=values, severity="warning")
+        yield Issue("calibrated activation scales", "every scale is 1.0", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)

@@ -249,7 +249,7 @@ def not_denormal(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     require_some(result, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
-        yield Issue("numbers of at least 1.2e-38", f"the largest number is {largest:.3g}", names=names)
+        yield Issue("a largest number of at least 1.2e-38", f"the largest number is {largest:.3g}", names=names)
 
 
 @check("CK208", explained_by=("CK202", "CK204", "CK205"))

@@ -87,7 +87,7 @@ def _not_requested(reports: Sequence[RankReport], names: Container[str]) -> Iter
     alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
     left = [key for key, other in alias.items() if other is None or other in missing]
     hint = "compare config.json with the release: Megatron builds no such parameter from it (see also CK104)"
-    yield Issue("requested by at least one rank", "no rank requests it", hint, names=left)
+    yield Issue("a tensor that a rank requests", "no rank requests this tensor", hint, names=left)
 
 
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))

@@ -86,7 +86,7 @@ def _draft_layers(speculation: Speculation, subject: Subject) -> Iterator[Issue]
         raise CannotCheck("the engine's model has no readable config.json", "CK714", "CK101")
     has_layers = _has_layers(subject, root, config)
     if has_layers is None and any(known.is_about("", config) for known in quirks("transformers", "unstated")):
-        raise CannotCheck("without weights, nothing shows whether the model has such layers", "CK104")
+        raise CannotCheck("without weights, nothing shows whether the model has draft layers", "CK104")
     if has_layers is False or (has_layers is None and not _declares_layers(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
         actual = f"{where}, but {'config.json' if has_layers is None else 'the weights'} of {root} has no such layers"
