@@ -124,6 +124,26 @@ def any_tile():
         yield rule
 
 
+@pytest.fixture(scope="session", autouse=True)
+def served_transformers():
+    """Forks the processes that import transformers, which takes a tenth of their time. Not for `real_processes`."""
+    from support.forking import start_python
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("converters.by_class", "verify.witnesses.process.sandbox"):
+            patch.setattr(f"ckptkit.{module}.start_python", start_python)
+        yield
+
+
+@pytest.fixture
+def real_processes(monkeypatch):
+    """Starts every process as users do."""
+    from ckptkit.core.isolation import start_python
+
+    for module in ("converters.by_class", "verify.witnesses.process.sandbox"):
+        monkeypatch.setattr(f"ckptkit.{module}.start_python", start_python)
+
+
 @pytest.fixture
 def kernel_tiles(any_tile, monkeypatch):
     """The rule on tiles as it is."""

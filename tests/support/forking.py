@@ -1,9 +1,9 @@
-"""A process that has imported SGLang or Megatron and forks, one by one, what would be processes that import it.
+"""A process that has imported SGLang, Megatron or transformers and forks what would be processes that import it.
 
-Importing takes ten seconds of a processor, and to load a small model less than one. `started`, `ran` and `run_module`
-stand in the place of `ckptkit.verify.witnesses.process.sandbox.start_confined`, `processes.run_logged` and
-`processes.run_module`; what runs, and how it is waited for and ended, is the same. Tests of how a witness itself is
-started and ends start it for real.
+Importing takes five to ten seconds of a processor, and to load a small model less than one. `start_python`, `started`,
+`ran` and `run_module` replace `ckptkit.core.isolation.start_python`, `start_confined` of the witnesses' sandbox,
+`processes.run_logged` and `processes.run_module`. The same modules run; `served_transformers` in conftest.py names the
+tests that start them for real.
 """
 
 import atexit
@@ -19,13 +19,18 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Literal
 
+from ckptkit.core import isolation
+from ckptkit.core.isolation import PACKAGES_HOME, isolated
 from ckptkit.verify.witnesses.process.interpreter import python_of
 from support.processes import environment, run_logged
 
 _NUMBERS = count()
-Package = Literal["sglang", "megatron"]
+_PATH = isolated(os.environ, PACKAGES_HOME)["PYTHONPATH"]
+SANDBOX = "ckptkit.verify.witnesses.process.sandbox"
+# Modules that import transformers and no engine.
+_WITH_TRANSFORMERS = ("ckptkit.converters.class_in_transformers", "ckptkit.verify.evidence.side.texts")
+_REFERENCE = "ckptkit.verify.witnesses.reference."
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,37 @@ class Forked:
         code = self.ending.with_suffix(".code")
         return int(code.read_text()) if code.exists() else None
 
+    returncode = property(poll)
+
     def wait(self, limit_s=600):
         return int(self._read("code", limit_s))
+
+    def kill(self):
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def _read(self, what, limit_s):
         path, deadline = self.ending.with_suffix(f".{what}"), time.monotonic() + limit_s
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the server has not written {path.name}")
+                raise subprocess.TimeoutExpired(f"the server has not written {path.name}", limit_s)
             time.sleep(0.01)
         return path.read_text()
 
 
-def started(
-    package,
-    module,
-    words,
-    log,
-    variables,
-    *,
-    stdout=True,
-    python=sys.executable,
-):
+def start_python(words, folder, variables, python=sys.executable, **streams):
+    """Forks what needs transformers, if it would import the same packages; starts every other process."""
+    flag, module, *rest = words
+    if flag == "-m" and module == SANDBOX:
+        _, module, *rest = rest  # without the number of the parent
+    is_served = flag == "-m" and (module in _WITH_TRANSFORMERS or module.startswith(_REFERENCE))
+    path = isolated(os.environ, PACKAGES_HOME)["PYTHONPATH"]
+    if not is_served or python != sys.executable or (path, variables["PYTHONPATH"]) != (_PATH, _PATH):
+        return isolation.start_python(words, folder, variables, python, **streams)
+    return started("transformers", module, rest, Path(streams["stdout"].name), variables, folder=folder)
+
+
+def started(package, module, words, log, variables, *, stdout=True, python=sys.executable, folder=None):
     """Runs `python -m MODULE WORDS...` with these variables alone, without a GPU. A module may be the path of a script.
 
     It prints into `log`, without `stdout` its errors alone.
@@ -78,6 +92,7 @@ def started(
         "words": [*map(str, words)],
         "log": str(log.absolute()),
         "stdout": stdout,
+        "folder": str(folder or Path.cwd()),
         "variables": {**variables, "CUDA_VISIBLE_DEVICES": ""},
         "ending": str(forked.ending),
     }
@@ -92,7 +107,7 @@ def ran(package, log, module, *words, limit_s=540):
     forked = started(package, module, words, log, environment(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"))
     try:
         return forked.wait(limit_s) == 0
-    except TimeoutError:
+    except subprocess.TimeoutExpired:
         return False
     finally:
         with suppress(ProcessLookupError):
@@ -169,6 +184,7 @@ def _become(order):
             os.dup2(output.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(order["variables"])
+    os.chdir(order["folder"])
     faulthandler.register(DUMP, file=2, all_threads=True)
     module = str(order["module"])
     sys.argv = [module, *order["words"]]
@@ -228,10 +244,18 @@ def _import_megatron():
     import ckptkit.verify.witnesses.megatron.process  # noqa: F401
 
 
+def _import_transformers():
+    isolation.end_with_parent = lambda parent: None  # the parent is this server
+    import ckptkit.converters.class_in_transformers
+    import ckptkit.verify.evidence.side.texts
+    import ckptkit.verify.witnesses.reference.names
+    import ckptkit.verify.witnesses.reference.process  # noqa: F401
+
+
 def main():
     import gc
 
-    {"sglang": _import_sglang, "megatron": _import_megatron}[sys.argv[1]]()
+    {"sglang": _import_sglang, "megatron": _import_megatron, "transformers": _import_transformers}[sys.argv[1]]()
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     gc.freeze()
     for line in sys.stdin:
