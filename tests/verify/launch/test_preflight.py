@@ -39,7 +39,7 @@ def test_preflight_of_a_first_start_passes(releases, converted):
     assert report.status == "passed"
     assert {check.code for check in report.checks if check.bytes_compared} <= {"CK723"}  # samples of weights
     assert loads(report) == [
-        f"actor loads {reference / 'release'} (Megatron): --load is not given; the tracker of --ref-load names release",
+        text_with(f"actor {reference / 'release'} (Megatron): --load release"),
         f"reference loads {reference / 'release'} (Megatron): the tracker of --ref-load names release",
         f"rollout engine loads {releases(NAME)} (HF): --hf-checkpoint",
     ]
