@@ -205,7 +205,8 @@ EXAMPLES = {
     ),
     "CK745": (
         "--sglang-speculative-algorithm EAGLE with a model that has no layers to draft with",
-        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE at run.sh:16, but config.json of qwen3 has no such layers",
+        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE at "
+        "run.sh:16, but config.json of qwen3 has no such layers",
     ),
     "CK746": (
         "--global-batch-size 64 with 32 prompts of one sample each",
