@@ -42,7 +42,7 @@ _CHAPTERS = {
 EXAMPLES = {
     "CK730": (
         "a Qwen3-VL that was trained on text and exported without its vision tower",
-        "model.visual.*: expected stored, since SGLang, vLLM and transformers build it for"
+        "model.visual.*: expected stored, because SGLang, vLLM and transformers build it for"
         " Qwen3VLForConditionalGeneration; actual in no shard",
     ),
     "CK731": (
@@ -51,16 +51,16 @@ EXAMPLES = {
     ),
     "CK136": (
         "an adapter whose alpha was doubled on its way to the engine",
-        "expected lora_alpha 8, as the source has; actual 16",
+        "expected lora_alpha = 8, as in the source; actual lora_alpha = 16",
     ),
     "CK142": (
         "a draft model whose d2t holds tokens where engines add the place",
-        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are outside, 4 are repeated",
+        "d2t: expected different tokens d2t[i] + i from 0 to 351; actual 7 are outside, 4 are repeated",
     ),
     "CK216": (
         "a trained mixture of experts whose experts 3 and 7 were exchanged on the way out of Megatron",
-        "model.layers.5.mlp.experts.{3,7}.down_proj.weight: expected rows that are near the source's, as training "
-        "leaves them; actual 64 of 64 rows: they have little in common with the source's",
+        "model.layers.5.mlp.experts.{3,7}.down_proj.weight: expected rows near the source's, since training "
+        "changes them little; actual 64 of 64 rows have little in common with the source's",
     ),
     "CK732": (
         "a byte-level tokenizer.json under LlamaTokenizerFast",
@@ -69,11 +69,11 @@ EXAMPLES = {
     ),
     "CK215": (
         "a table of DeepSeek-V4 that went through bfloat16",
-        "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual 0 to 12",
+        "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual numbers from 0 to 12",
     ),
     "CK124": (
         "a shard that the hub's client received with other bytes than were published",
-        "…: expected SHA-256 …, the name of its blob; actual …: other bytes",
+        "…: expected SHA-256 …, the name of its blob; actual SHA-256 …",
     ),
     "CK309": (
         "an asymmetric mixture of experts, as slime's converter makes it without --is-symmetric",
@@ -91,8 +91,8 @@ EXAMPLES = {
     ),
     "CK404": (
         "an expert that no rank takes",
-        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected each element read by the one rank "
-        "that saves it; actual no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected each element read by one rank, "
+        "which saves it; actual no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
     ),
     "CK122": (
         "a delta that was not copied with the others",
@@ -104,7 +104,7 @@ EXAMPLES = {
     ),
     "CK221": (
         "deltas replayed onto another base, of which one norm differs",
-        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, the "
+        "model.norm.weight: expected a valid change from version 0 to 1; actual the new bytes have the checksum …, the "
         "writer's had …",
     ),
     "CK222": (
@@ -113,8 +113,7 @@ EXAMPLES = {
     ),
     "CK501": (
         "config.json has a larger vocabulary than the weights",
-        "expected SGLang's model is built and loads the weights; actual … the last tensor it was"
-        " given: model.embed_tokens.weight",
+        "expected SGLang loads the model; actual … the last tensor it was given: model.embed_tokens.weight",
     ),
     "CK506": (
         "zero points of INT4 experts that stay in the order in which they were loaded",
@@ -123,42 +122,42 @@ EXAMPLES = {
     ),
     "CK507": (
         "--ep 2 without --tp",
-        "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, there is "
-        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron only",
+        "inconclusive: SGLang was loaded on one rank, since it does not support --ep 2: --ep divides --tp, and --pp "
+        "is 1, and tp / ep ranks split an expert; pass these sizes with --against-megatron only",
     ),
     "CK508": (
         "two multi-token prediction layers, where SGLang's draft class takes one",
-        "…: expected SGLang's draft class is built and loads the multi-token prediction layers; actual …Only 1 nextn "
+        "…: expected SGLang builds its draft class and loads the multi-token prediction layers; actual …Only 1 nextn "
         "layer is supported…",
     ),
     "CK511": (
         "the engine answers with NaN",
-        "expected a finite log-probability for every token; actual 1 of 2 are not, after the start",
+        "expected a finite log-probability for every token; actual 1 of 2 are not finite, after the start",
     ),
     "CK541": (
         "a Cohere2 checkpoint without a projection of one layer",
-        "expected a tensor for each weight of Cohere2ForCausalLM; actual missing: transformers fills this weight "
+        "expected a tensor for each weight of Cohere2ForCausalLM; actual missing, so transformers fills this weight "
         "with random numbers",
     ),
     "CK602": (
         "a rollout of the weights of another step",
         "expected log-probabilities of the engine within 3 times the noise of bfloat16 (mean 0.0154); actual "
-        "7.0 times: mean 0.1087 nats a token, largest 0.481; KL 0.011 (k3)",
+        "7.0 times the noise: mean 0.1087 nats per token, largest 0.481; KL 0.011 (k3)",
     ),
     "CK603": (
         "prompts that were rendered with another model's chat template",
-        "expected the tokens that were recorded for sample 1; actual 'l' (79) at token 4, recorded 'p' (83) after "
+        "expected the recorded tokens of sample 1; actual 'l' (79) at token 4, recorded 'p' (83) after "
         "'<bos>hel'; 1 of 2 prompts differ",
     ),
     "CK606": (
         "two tensor parallel ranks, of which one layer's sum is left out",
-        "expected log-probabilities of Megatron in float32 within 0.00015 nats of transformers' (mean; the noise of "
-        "bfloat16 is 0.0015); actual mean 0.07",
+        "expected log-probabilities of Megatron in float32 within 0.00015 nats of transformers', in the mean "
+        "(rounding to bfloat16 changes them by 0.0015); actual a mean difference of 0.07 nats",
     ),
     "CK607": (
         "the first norm of every layer less one",
-        "expected at most 1.4 bits a byte of the best of these texts; actual 3.97: it does not predict text "
-        "(English 3.97, Python 5.04, Chinese 13.90)",
+        "expected at most 1.4 bits per byte for at least one text; actual the model does not predict text: "
+        "English 3.97, Python 5.04, Chinese 13.90 bits per byte",
     ),
     "CK714": (
         "--hf-checkpoint names a Megatron directory",
@@ -171,44 +170,43 @@ EXAMPLES = {
     ),
     "CK718": (
         "--num-layers 94 in the launch of a model with 48 layers",
-        "expected num_layers = 48, by config.json; actual num_layers = 94, at qwen3_moe.sh:3",
+        "expected num_layers = 48 (from …/config.json); actual num_layers = 94 (at qwen3_moe.sh:3)",
     ),
     "CK719": (
         "no --attention-dropout in the launch, so that Megatron's own 0.1 counts",
-        "expected attention_dropout = 0.0, as generation has none; actual attention_dropout = 0.1, by "
-        "default, as the launch does not give it",
+        "expected attention_dropout = 0.0, as in generation; actual attention_dropout = 0.1 (by default)",
     ),
     "CK720": (
         "only config.json and the shards were copied",
-        "expected a tokenizer, which engines load from here; actual no tokenizer file",
+        "expected tokenizer files, which engines load from this directory; actual the directory has no tokenizer file",
     ),
     "CK721": (
         "a comment behind a line's continuation, so that all options after it are lost",
-        "expected a `\\` at the end of every line of the command but its last, with no blank or comment behind"
-        " it; actual run.sh:22 begins with --rollout-batch-size: the command has ended before it, so "
+        "expected a `\\` as the last character of every line of the command except the last line; actual "
+        "run.sh:22 begins with --rollout-batch-size, but the command ends above it, so "
         "--rollout-batch-size, --wandb-key, --hf-checkpoint and 21 more are lost",
     ),
     "CK722": (
         "8 GPUs at --tensor-model-parallel-size 2 and --pipeline-model-parallel-size 3",
-        "expected GPUs of the actor that divide by tp x pp x cp = 2 x 3 x 1 = 6 (actor_num_nodes and "
+        "expected a number of GPUs for the actor divisible by tp x pp x cp = 2 x 3 x 1 = 6 (actor_num_nodes and "
         "actor_num_gpus_per_node at line 20, tensor_model_parallel_size and pipeline_model_parallel_size at line 11); "
         "actual 8 GPUs: actor_num_nodes x actor_num_gpus_per_node",
     ),
     "CK724": (
         "a base model's tokenizer, without a chat template, in a launch with --apply-chat-template",
-        "expected a chat template, since the command line has --apply-chat-template; actual none in "
+        "expected a chat template, since the command line has --apply-chat-template; actual no template in "
         "chat_template.jinja, tokenizer_config.json or chat_template.json",
     ),
     "CK740": (
         "a Qwen3 model as --opd-teacher-load of a launch that trains Qwen2",
         "decoder.layers.{0..11}.self_attention.linear_qkv.bias, …: expected the model of config.json; actual "
-        "another one: add_qkv_bias = False and not True, qk_layernorm = True and not False, 36 tensors with "
-        "other names or shapes",
+        "another model: add_qkv_bias = False instead of True, qk_layernorm = True instead of False, 36 tensors "
+        "with other names or shapes",
     ),
     "CK745": (
         "--sglang-speculative-algorithm EAGLE with a model that has no layers to draft with",
-        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE, at run.sh:16, with "
-        "qwen3: its config.json speaks of none",
+        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE at "
+        "run.sh:16, but config.json of qwen3 has no such layers",
     ),
     "CK746": (
         "--global-batch-size 64 with 32 prompts of one sample each",
@@ -218,7 +216,7 @@ EXAMPLES = {
     "CK747": (
         "an --hf-checkpoint in ModelOpt's FP8, which a launch of slime serves and updates",
         "expected a quant_method that slime or miles packs: compressed-tensors, fp8, mxfp8, nvfp4; actual 'modelopt': "
-        "slime sends BF16 to it, miles stops",
+        "slime sends BF16, and miles stops",
     ),
     "CK748": (
         "a --ref-load with a HybridModel, in a launch without --hybrid-layer-pattern",

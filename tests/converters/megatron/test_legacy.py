@@ -102,7 +102,7 @@ def test_verify_and_preflight_of_legacy_save_name_the_next_move(saved, releases)
     (finding,) = preflight(ref_load=root, hf_checkpoint=releases("qwen2-tied")).findings
     assert (finding.code, finding.severity) == ("CK111", "warning")
     (finding,) = preflight(ref_load=root / "release").findings
-    assert (finding.code, finding.hint) == ("CK712", f"give its parent: --ref-load {root}")
+    assert (finding.code, f"--ref-load {root}" in finding.hint) == ("CK712", True)
 
 
 def test_inspect_of_legacy_save_reports_format_ranks_and_names(saved, releases):

@@ -160,7 +160,7 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         user, hint = "classes of language models use", "take config.json of the language model"
     else:
         user = "transformers uses internally since 4.52"
-        hint = "save with save_original_format=True: SGLang loads only the names of the release"
+        hint = "save with save_original_format=True, which writes the names that SGLang needs"
     hint += f", or rename the tensors to {spelling.expected}* (and in the index)"
     expected = f"names {spelling.expected or 'layers.'}*, as {family.class_of(config)} of config.json uses"
     severity = warning_if(spelling.renamed_on_load)
