@@ -1,4 +1,4 @@
-"""CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
+"""CK302 and CK709: `ignore` lists, and a quantization_config that its weights or readers contradict."""
 
 import json
 
