@@ -154,10 +154,10 @@ def _part_elsewhere(
 def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[str]) -> Part:
     missing = [one.name for one in packages if not _usable(one)]
     devices = {
-        "megatron": f"CPU, or one GPU a rank: {len(gpus)} here",
-        "engine": f"one GPU a rank: {len(gpus)} here",
+        "megatron": f"CPU, or one GPU per rank: {len(gpus)} here",
+        "engine": f"one GPU per rank: {len(gpus)} here",
         **{
-            one.name: f"CPU, or one GPU a rank: {len(gpus)} here; {'repacks INT4 and FP8' if gpus else one.on_cpu}"
+            one.name: f"CPU, or one GPU per rank: {len(gpus)} here; {'repacks INT4 and FP8' if gpus else one.on_cpu}"
             for one in ENGINES
         },
     }.get(name, "")
@@ -177,7 +177,7 @@ def lines(found: Examination, parts: Collection[str] = ()) -> list[str]:
     for one in () if parts else found.packages:
         state = "not installed" if one.version is None else f"{one.version}{' (damaged)' * one.broken}"
         text.append(f"  {one.name:<20} {state:<14} {one.needed}".rstrip())
-    text += ["can be asked"]
+    text += ["parts"]
     for part in (part for part in found.parts if not parts or part.name in parts):
         where = f"in {part.python}: {', '.join(part.versions)}" if part.python else ""
         rows = {"devices": part.devices, "python": where, "needed": part.missing, "tested": ", ".join(part.tested)}

@@ -41,7 +41,7 @@ def with_adapters(path, alone):
     return path
 
 
-@pytest.mark.parametrize(("alone", "words"), [(True, "without a model"), (False, "in addition to")])
+@pytest.mark.parametrize(("alone", "words"), [(True, "without a base"), (False, "in addition to")])
 def test_pairs_of_one_part_are_named_with_the_way_to_peft(alone, words, converted, copy_of, tmp_path):
     path = with_adapters(copy_of(converted("qwen2-tied")), alone)
     with pytest.raises(UnsupportedError) as refused:
@@ -151,7 +151,7 @@ def of_experts(state):
     ("change", "settings", "error", "words"),
     [
         (cut_short, RUN, DamagedError, "has no linear_out"),
-        (of_experts, RUN, UnsupportedError, "an adapter of decoder.layers.0.mlp.experts.linear_fc1 is not read"),
+        (of_experts, RUN, UnsupportedError, "an adapter of decoder.layers.0.mlp.experts.linear_fc1"),
         (lambda state: None, RUN.replace("dim: 4", "dim: 8"), DamagedError, r"not \[8, 128\] and"),
     ],
 )

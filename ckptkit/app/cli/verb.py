@@ -14,8 +14,8 @@ from ckptkit.app.option import EXCLUDES, Needs, Option
 
 _SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
 _GLOBAL = (
-    (("-q", "--quiet"), "quiet", "Show neither progress nor the closing line."),
-    (("-v", "--verbose"), "verbose", "A line for each step."),
+    (("-q", "--quiet"), "quiet", "Print no progress and no closing line."),
+    (("-v", "--verbose"), "verbose", "Print a line for each step."),
     (("--debug",), "debug", "Show a traceback when something goes wrong."),
 )
 

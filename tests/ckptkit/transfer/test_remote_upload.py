@@ -168,7 +168,7 @@ def test_discard_leaves_nothing_or_says_what_may_be_left(local, bucket):
     assert bucket.listed() == ["beside/config.json"]
     upload = Upload(bucket.url("out"))
     upload.put(local / "1.safetensors", "1.safetensors")
-    with pytest.raises(CkptkitError, match=r"config\.json was never put"):
+    with pytest.raises(CkptkitError, match=r"config\.json was not"):
         upload.finish()
     for key in bucket.listed():
         bucket.delete(key)

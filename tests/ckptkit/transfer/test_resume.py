@@ -100,7 +100,7 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(run, tmp_path, monkeyp
     before = content(tmp_path / "out.partial")
     with pytest.raises(CkptkitError, match=r"out.partial[\s\S]*--resume"):
         run(tmp_path / "out")
-    with pytest.raises(CkptkitError, match=r"command was .*max-shard-size 1000000.* and is .*--dtype float32"):
+    with pytest.raises(CkptkitError, match=r"command was .*max-shard-size 1000000.* but is .*--dtype float32"):
         run(tmp_path / "out", dtype="float32", resume=True)
     with pytest.raises(CkptkitError, match="--resume.*--overwrite"):
         run(tmp_path / "out", resume=True, overwrite=True)

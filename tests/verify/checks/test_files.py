@@ -136,7 +136,7 @@ def test_directories_without_a_checkpoint_are_bad_input(tmp_path, releases):
     for name in ("", "notes.txt", "pytorch_model.bin"):
         if name:
             (tmp_path / name).write_text("x")
-        with pytest.raises(CkptkitError, match="holds no checkpoint"):
+        with pytest.raises(CkptkitError, match="contains no checkpoint"):
             verify(tmp_path)
     with pytest.raises(CkptkitError, match="does not exist"):
         verify(tmp_path / "nowhere")

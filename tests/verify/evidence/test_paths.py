@@ -57,5 +57,5 @@ def test_verify_of_megatron_without_an_hf_config_is_inconclusive(converted, copy
     shutil.rmtree(path / "hf")
     report = verify(path)
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert all(reason.endswith("name the HF directory with --hf") for reason in report.reasons)
+    assert all(reason.endswith("--hf") for reason in report.reasons)
     assert verify(path, hf=converted("qwen2-tied") / "hf").status == "passed"

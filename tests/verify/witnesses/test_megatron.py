@@ -172,7 +172,7 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(tmp_path,
     assert list(parallel_sizes_divide(whole, Tally())) == []
     assert judge(whole)[0] == []
     assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == [
-        "moe_intermediate_size that divides by etp = 2"
+        "moe_intermediate_size divisible by etp = 2"
     ]
     monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
     with pytest.raises(CannotCheck, match="while building the model: .*95 is not divisible by 2"):
