@@ -148,7 +148,7 @@ def _name_tensors(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, li
     copies: dict[str, list[_Copy]] = defaultdict(list)
     for rank in files.ranks:
         if len(stages[rank.pp]) != len(rank.chunks):
-            message = f"{rank} has {len(rank.chunks)} model chunk(s), but {len(stages[rank.pp])} by its arguments"
+            message = f"{rank} has {len(rank.chunks)} model chunk(s), but its arguments have {len(stages[rank.pp])}"
             raise CkptkitError(message, "copy this file again")
         experts = range(rank.ep * count, (rank.ep + 1) * count)
         for layers, tensors in zip(stages[rank.pp], rank.chunks, strict=True):

@@ -127,7 +127,7 @@ class Pipeline:
         chunks = _expand_layout(self.layout)
         flat = "".join(chunks)
         if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
-            raise self._refused(f"the layout has {len(chunks)} parts", "separate one part per stage and chunk by |")
+            raise self._refused(f"the layout has {len(chunks)} parts", "write one per stage and chunk, with | between")
         if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
             message = "the layout must have one E, at its start, and one L, at its end"
             raise self._refused(message, "compare it with the launch script")

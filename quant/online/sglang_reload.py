@@ -44,7 +44,7 @@ def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     packed = [module for module, _ in _packed(model).values()]
     opened = [module for module in packed if not getattr(module, "is_marlin_converted", False)]
     if packed and not opened:
-        message = "sglang_reload.end has no experts to repack"
+        message = "sglang_reload.end found no experts to be repacked"
         raise CkptkitError(message, "send ckptkit.quant.online.sglang_reload.begin before the weights of every update")
     for module in opened:
         workspace = module.workspace

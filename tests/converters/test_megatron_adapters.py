@@ -47,7 +47,7 @@ def test_pairs_of_one_part_are_named_with_the_way_to_peft(alone, words, converte
     with pytest.raises(UnsupportedError) as refused:
         convert(path, tmp_path / "out")
     pairs = f"{LAYER}.linear_proj.adapter.linear_in.weight, {LAYER}.linear_qkv.adapter.adapter_q.linear_in.weight"
-    assert refused.value.message == text_with(f"LoRA Megatron {words} 2 {pairs}")
+    assert refused.value.message == text_with(f"2 Megatron LoRA {words} {pairs}")
     assert "AutoBridge.save_hf_adapter" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()
     assert [one.count for one in verify(path).findings if one.code == "CK110"] == [4]

@@ -47,7 +47,7 @@ VERBS = {
 # The sections in --help of verbs that compare; the remaining options come last.
 _SECTIONS = {
     "Compare with": {"--source", "--trained", "--adapter", "--hf", "--manifest"},
-    "Ask real programs": {
+    "Real engines and trainers": {
         *("--against-megatron", "--against-sglang", "--against-vllm", "--against-transformers"),
         *("--engine", "--update", "--release-resume"),
         *("--logits", "--rollout-data", "--rollout-temperature"),

@@ -264,7 +264,7 @@ def test_a_source_that_changes_meanwhile(to, stored, bucket, s3_address, tmp_pat
     assert bucket.listed() == before
 
 
-SHARED = text_with("--ray")
+SHARED = "--ray"
 
 
 @pytest.mark.parametrize(

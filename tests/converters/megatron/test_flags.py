@@ -93,7 +93,7 @@ def test_gemma3_comments_name_what_flags_cannot_build(tmp_path):
     assert comments(printed(tmp_path, load("google/medgemma-27b-it").config)) == [
         text_with("MLP approximation"),
         text_with("10000 --rotary-base"),
-        text_with("8 window"),
+        text_with("8 full-attention"),
         text_with("config.softmax_scale 0.07715167498104596 0.08838834764831845"),
         text_with("embeddings times 73.3212"),
         text_with("norms MLP"),

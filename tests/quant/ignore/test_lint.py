@@ -240,7 +240,7 @@ def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path):
     (tmp_path / "run/checkpoint-5/model.safetensors").write_bytes(b"x")
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron/.metadata").write_bytes(b"x")
-    hints = {"absent": "path", "run": str(tmp_path / "run/checkpoint-5"), "megatron": "HF directories"}
+    hints = {"absent": "path", "run": str(tmp_path / "run/checkpoint-5"), "megatron": "HF directory"}
     for name, hint in hints.items():
         with pytest.raises(CkptkitError) as error:
             lint(tmp_path / name)
