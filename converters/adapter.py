@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 # The hint for factors with an axis of experts.
 FLAT = (
-    "export one pair a layer where it was trained (`experts.base_layer` and `experts`, [rank x experts, inputs] and "
-    "[outputs, rank x experts]), which PEFT and vLLM read too"
+    "export the adapter again with factors of two axes ([rank x experts, inputs] and [outputs, rank x experts], as "
+    "`experts.base_layer` and `experts`), which PEFT and vLLM read"
 )
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -199,7 +199,7 @@ class Adapter:
         own = _SAVED.sub("", spec.name.removeprefix(ROOT)).replace(".base_layer.", ".")
         if _SAVED.search(spec.name):
             expected = _SAVED.sub("", spec.name)
-            self._fault(spec.name, f"the name {expected}, which PEFT reads", "another name, which PEFT rejects")
+            self._fault(spec.name, f"the name {expected}, which PEFT reads", "PEFT rejects this name")
         target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
         if target is None:
             self._add_missing(spec.name, own)
@@ -216,7 +216,7 @@ class Adapter:
             module = re.compile(rf"(?:.+\.)?{re.escape(one)}\..+")
             missing = [name for name in self.base.specs if module.fullmatch(name) and name not in stored]
             if missing:
-                self._fault(missing[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
+                self._fault(missing[0], f"a tensor, since modules_to_save contains {one} ({ADAPTER_CONFIG})", "missing")
 
     @cached_property
     def unpaired(self) -> Sequence[str]:
@@ -248,7 +248,7 @@ class Adapter:
         module, embedding = name.module, name.is_embedding
         if missing := [one for one in "AB" if one not in parts]:
             stored = next(iter(parts.values()))
-            return self._fault(stored.name, "factors A and B in pairs", f"lora_{missing[0]} is missing")
+            return self._fault(stored.name, "both lora_A and lora_B", f"lora_{missing[0]} is missing")
         a, b, magnitude = parts["A"], parts["B"], parts.get("magnitude_vector")
         candidates = self._targets(module)
         if not candidates:
@@ -266,7 +266,7 @@ class Adapter:
             self._fault(a.name, f"rank {config_rank}, as in {ADAPTER_CONFIG}", f"rank {rank}")
         for spec in parts.values():
             if (loaded := corrected_name(spec.name)) is not None:
-                self._fault(spec.name, f"the name {loaded}, which PEFT loads", "another name, which PEFT drops")
+                self._fault(spec.name, f"the name {loaded}, which PEFT loads", "PEFT ignores this name")
         for fault in self.settings.faults(name, parts, targets.leaf):
             self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)
         self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
@@ -342,27 +342,27 @@ class Adapter:
         UnsupportedError for factors with an axis of experts, which PEFT drops.
         """
         if stacked := next((pair.a.name for pair in self.pairs if len(pair.a.shape) == 3), None):
-            message = f"{self.where}: {stacked} has an axis of experts: PEFT 0.21 drops it, and merges to the base"
+            message = f"{self.where}: {stacked} has three axes, but PEFT 0.21 ignores such factors of experts"
             raise UnsupportedError(message, FLAT)
         if self.unknown:
-            message = f"{self.where}: the base has no {self.unknown[0]}, and may have it under an unknown name"
+            message = f"{self.where} adapts {self.unknown[0]}, but ckptkit does not know its name in this base"
             raise UnsupportedError(message, BY_HAND)
-        hint = f"run `ckptkit verify {self.where} --source BASE` to list the faults"
+        hint = f"run `ckptkit verify {self.where} --source BASE` to list all faults"
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
             raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
         if self.pairs and self.unpaired:
-            message = f"{self.where} has no pair for {summarize(self.unpaired)}, which {ADAPTER_CONFIG} targets"
-            raise CkptkitError(message, "export the adapter again from the run")
+            message = f"{self.where} has no factors for {summarize(self.unpaired)}, which {ADAPTER_CONFIG} targets"
+            raise CkptkitError(message, "export the adapter again from the training run")
         if bare := [name for name in self.files.specs if not name.startswith(ROOT)]:
-            message = f"{self.where}: {bare[0]} is stored without the prefix {ROOT}, which PEFT requires"
-            raise CkptkitError(message, f"put {ROOT} before each name")
+            message = f"{self.where}: {bare[0]} lacks the prefix {ROOT}, which PEFT requires"
+            raise CkptkitError(message, f"add the prefix {ROOT} to every tensor name")
         for name, spec in self.copies.items():
             if not self.is_copy(name, spec):
-                message = f"{self.where}: {spec.name} has other values than the base's {name}"
-                raise CkptkitError(message, "give the base that the adapter was trained on")
+                message = f"{self.where}: {spec.name} differs from {name} of the base"
+                raise CkptkitError(message, "pass the base that the adapter was trained on")
         if (why := self.idle()) is not None:
-            raise CkptkitError(f"{self.where} changes nothing: {why}", "export the adapter again from the run")
+            raise CkptkitError(f"{self.where} changes nothing: {why}", "export the adapter again from the training run")
         changed = {spec.name for step in self._steps for spec in step.outputs}
         steps = [identity(spec) for name, spec in self.base.specs.items() if name not in changed]
         joined = Joined(self.base, self.files)
@@ -382,11 +382,11 @@ class Adapter:
         targets = [spec for pair in complete for spec in pair.targets.specs]
         targets += [pairs[0].targets.specs[0] for pairs in parts.values()]
         if quantized := [spec for spec in targets if spec.dtype not in COMPUTED]:
-            message = f"{quantized[0]} cannot have an adapter merged into it"
-            raise CkptkitError(message, "give the unquantized release as the base")
+            message = f"{self.where} cannot be merged into {quantized[0]}: the base is quantized"
+            raise CkptkitError(message, "pass the unquantized release as the base")
         changed = Counter([*(spec.name for spec in targets), *self.saved])
         if twice := [name for name, count in changed.items() if count > 1]:
-            raise CkptkitError(f"{self.where} changes {twice[0]} twice", BY_HAND)
+            raise CkptkitError(f"{self.where} changes {twice[0]} by several tensors or pairs", BY_HAND)
         steps = [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in complete]
         steps += [_merge_parts(pairs) for pairs in parts.values()]
         return [*steps, *(self._replace(name, spec) for name, spec in self.saved.items())]
@@ -397,7 +397,7 @@ class Adapter:
         Reads until the first weight that changes, small ones first. Raises like `_steps`.
         """
         if not self.pairs:
-            return "it has no pair of lora_A and lora_B"
+            return "no lora_A with its lora_B is stored"
         if all(pair.scale == 0 for pair in self.pairs) and not self.saved:
             return f"lora_alpha is 0 ({ADAPTER_CONFIG})"
         joined, pair_of = Joined(self.base, self.files), {pair.b.name: pair for pair in self.pairs}
@@ -411,8 +411,8 @@ class Adapter:
                 if not bool((tensor == self.base.read([spec.name])[spec.name]).all()):
                     return None
         if only_zeros:
-            return idle_reason(self.files) or "every pair has a factor of zeros"
-        return "each merged weight, rounded to the dtype of the base, is the base's"
+            return idle_reason(self.files) or "lora_A or lora_B of every pair is zero"
+        return "every merged weight equals the base's after rounding to its dtype"
 
     def _is_zero(self, pair: Pair) -> bool:
         factors = (self.files.read([name])[name] for name in (pair.b.name, pair.a.name))

@@ -149,10 +149,10 @@ def _built(text: str, model_type: str) -> Built | None:
         try:
             process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired:
-            reason = f"it did not answer within {_LIMIT_S} s"
+            reason = f"no answer within {_LIMIT_S} s"
         else:
             last = one_line("\n".join(log.read_text(errors="replace").splitlines()[-1:]))
-            reason = f"its process ended with exit code {process.returncode}: {last or 'it printed nothing'}"
+            reason = f"exit code {process.returncode}, {last or 'without output'}"
         finally:
             process.kill()
             process.wait()

@@ -152,7 +152,7 @@ def _saved(
             continue
         converted = revert_weight_conversion(model, {own: one})
         if not converted.keys() <= everything.keys():
-            raise ValueError(f"{own} is saved together with others, as {', '.join(sorted(converted))}")
+            raise ValueError(f"{own} is saved merged with other tensors, as {', '.join(sorted(converted))}")
         shapes[own] = {name: tuple(part.shape) for name, part in converted.items()}
     modules = dict(model.named_modules())
     return {own: dict(_split_experts(modules[own.rpartition(".")[0]], shapes[own])) for own in tensors}

@@ -42,6 +42,7 @@ _COMPUTED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _MAX_NAME = 200  # characters of a class's name
 TOKENS, USED = "d2t", "t2d"
 EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
+_RESTORE = "restore it from the release"
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
@@ -88,7 +89,7 @@ class Draft:
         key = "eagle_aux_hidden_state_layer_ids"
         layers = self._eagle.get(key) or self.config.get(key) or ()
         if not isinstance(layers, list | tuple) or not all(type(one) is int for one in layers):
-            raise CkptkitError(f"config.json: {key} is {shortened(layers)}, not a list of layers", "restore it")
+            raise CkptkitError(f"config.json: {key} is {shortened(layers)}, not a list of layers", _RESTORE)
         return tuple(layers)
 
     @property
@@ -117,7 +118,7 @@ class Draft:
     def _eagle(self) -> Mapping[str, Any]:
         inner = self.config.get("eagle_config") or {}
         if not isinstance(inner, dict):
-            raise CkptkitError(f"config.json: eagle_config is {shortened(inner)}, not an object", "restore it")
+            raise CkptkitError(f"config.json: eagle_config is {shortened(inner)}, not an object", _RESTORE)
         return inner
 
     def names(self, stored: Mapping[str, Any]) -> dict[str, str]:
@@ -155,7 +156,7 @@ class Draft:
     def _layer(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, heads = self.hidden, integer(self.config, "num_attention_heads")
         if heads < 1:
-            raise CkptkitError(f"config.json: num_attention_heads is {heads}", "restore it from the release")
+            raise CkptkitError(f"config.json: num_attention_heads is {heads}, not positive", _RESTORE)
         width = 2 * hidden if self.version == 3 and layer == 0 else hidden
         yield from self._latent(heads, width) if self.decoder == "latent" else self._attention(heads, width)
         inner = integer(self.config, "intermediate_size")
@@ -223,19 +224,19 @@ def draft_of(config: Mapping[str, Any]) -> Draft:
     """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for unsupported drafts."""
     if class_of(config) not in _CLASSES:
         message = f"config.json: {shortened(class_of(config))} is an unsupported class of draft models"
-        raise UnsupportedError(message, "docs/verify.md lists the supported ones")
+        raise UnsupportedError(message, "docs/verify.md lists the supported classes")
     draft = sizes_of(config)
     config, decoder = draft.config, draft.decoder
     check_config(config)
     if decoder not in ("llama", "qwen2", "qwen3", "latent"):
         message = f"config.json: a draft model with decoder layers of {shortened(decoder)} is not supported"
-        raise UnsupportedError(message, "decoder layers of Llama, Qwen2 and Qwen3 are supported")
+        raise UnsupportedError(message, "verify a draft with decoder layers of Llama, Qwen2 or Qwen3")
     if is_quantized(config):
         message = "config.json: a quantized draft model is not supported"
         raise UnsupportedError(message, "verify the unquantized draft model instead")
     if draft.steps != 1:
         message = "config.json: a draft model with parallel_draft_step is not supported"
-        raise UnsupportedError(message, "draft models that draft one token at a time are supported")
+        raise UnsupportedError(message, "verify a draft that proposes one token at a time")
     return draft
 
 

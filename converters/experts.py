@@ -45,8 +45,8 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
     layout = family_of(config).fused
     if layout.renames_tensors:
         raise CkptkitError(
-            f"{where} has fused experts, under transformers v5's names for {config['model_type']}",
-            "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",
+            f"{where} has fused experts under transformers v5's names for {config['model_type']}, which are not read",
+            "save the model with save_pretrained(..., save_original_format=True), which writes the release's names",
             code="unsupported",
         )
     return Plan(tuple(_unfuse_step(spec, layout) for spec in specs.values()), specs, where=where, config=config)
@@ -90,7 +90,7 @@ def _unfuse_step(spec: TensorSpec, layout: FusedExperts) -> Step:
         return identity(spec)
     axes, leaf = ("experts, rows", "bias") if match[3] else ("experts, rows, columns", "weight")
     if len(spec.shape) != len(axes.split()):
-        raise CkptkitError(f"{spec}: fused experts must have {len(axes.split())} axes [{axes}]")
+        raise CkptkitError(f"{spec} has {len(spec.shape)} axes, but fused experts have {len(axes.split())} [{axes}]")
     experts, rows, *columns = (spec.shape[0], *reversed(spec.shape[1:])) if layout.transposed else spec.shape
     kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
     shape = (rows // len(kinds), *columns)

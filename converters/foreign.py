@@ -36,9 +36,7 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
     if any(_STACKED in name for name in names):
         raise UnsupportedError(f"{where} has experts stacked in MLX's layout ({_STACKED.strip('.')})", _MLX)
     if (form := foreign_format(names)) is not None:
-        raise UnsupportedError(
-            f"{where} holds weights in the quantized format of {form}, which ckptkit does not read", _HINTS[form]
-        )
+        raise UnsupportedError(f"{where} has weights quantized as {form}, which ckptkit does not read", _HINTS[form])
 
 
 def refuse_adapters(names: Collection[str], where: object) -> None:
@@ -51,12 +49,11 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
     if not pairs:
         return
     is_only_adapters = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
-    model = "without a model" if is_only_adapters else "in addition to the weights"
-    restore = "restore run_config.yaml, which has their rank and alpha, or " if is_only_adapters else ""
+    model = "without a base model" if is_only_adapters else "in addition to the weights"
+    restore = "restore run_config.yaml, which has the rank and alpha, or " if is_only_adapters else ""
     raise UnsupportedError(
-        f"{where} has LoRA adapters of Megatron {model} ({len(pairs)} pairs: {summarize(pairs)}), which are not "
-        "converted",
-        f"{restore}export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
+        f"{where} has {len(pairs)} Megatron LoRA adapters {model}, which ckptkit does not convert: {summarize(pairs)}",
+        f"{restore}export the adapters as PEFT after training (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
         "`ckptkit verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
     )
 
@@ -69,7 +66,7 @@ def refuse_declared_format(config: Mapping[str, Any], where: object) -> None:
     content = quantization_of(config)
     name = "MLX" if _is_mlx(config) else _unsupported_format(content) if isinstance(content, Mapping) else None
     if name is not None:
-        message = f"{where} holds weights in the quantized format of {name}, which ckptkit does not read"
+        message = f"{where} has weights quantized as {name}, which ckptkit does not read"
         raise UnsupportedError(message, _HINTS.get(name, _START))
 
 

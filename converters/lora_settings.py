@@ -21,7 +21,7 @@ from ckptkit.quant.patterns import REGEX, Match, matcher
 
 RULES_OF = "0.21.2"  # the release of PEFT that the rules here follow
 ROOT = "base_model.model."  # PEFT's prefix of every name
-BY_HAND = "merge it with the program that made it"
+BY_HAND = "merge the adapter with the program that trained it"
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
 # Names that PEFT loads; only blocks of experts are wrapped twice. Older releases store magnitudes without `.weight`.
 # Source: `_remap_adapter_state_dict_for_load`, run.
@@ -42,30 +42,30 @@ FIELDS: Mapping[str, str] = {
     # Read only if `init_lora_weights` names them, or when the adapter runs.
     **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"), HARMLESS),
     **dict.fromkeys(("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), HARMLESS),  # ms-swift's, of its optimizer
-    "bias": "the adapter trains biases of the base, which are not merged",
-    "lora_bias": "B has a bias, which is not merged",
-    "fan_in_fan_out": "its weights are stored as [inputs, outputs]",
-    "megatron_config": "its layers are Megatron's",
-    "trainable_token_indices": "the adapter trains single rows of the embedding, which are not merged",
-    "layer_replication": "its model repeats layers of the base",
-    "alora_invocation_tokens": "it changes the tokens after an invocation only, which no weight can",
-    "arrow_config": "it chooses among several adapters for each token, which no weight can",
-    "use_qalora": "QALoRA adds to the zero points of quantized weights",
-    "use_bdlora": "its factors are block-diagonal, and stored as blocks",
-    "kasa_config": "KaSA removes singular values from the base before it adds to it",
-    "monteclora_config": "it samples its factors",
+    "bias": "the adapter trains biases of the base, which ckptkit does not merge",
+    "lora_bias": "lora_B has a bias, which ckptkit does not merge",
+    "fan_in_fan_out": "the base stores weights as [inputs, outputs], which ckptkit does not merge",
+    "megatron_config": "the adapter is for Megatron's layers",
+    "trainable_token_indices": "the adapter trains single rows of the embedding, which ckptkit does not merge",
+    "layer_replication": "the adapted model repeats layers of the base",
+    "alora_invocation_tokens": "the adapter acts only after an invocation sequence, which no merged weight can",
+    "arrow_config": "the adapter is chosen among several for each token, which no merged weight can",
+    "use_qalora": "QALoRA changes the zero points of quantized weights",
+    "use_bdlora": "the factors are block-diagonal and stored as blocks",
+    "kasa_config": "KaSA removes singular values from the base before the merge",
+    "monteclora_config": "MonteCLoRA samples its factors at random",
     "velora_config": "VeLoRA's layers are not supported",
 }
 # Initializations for which PEFT changes the base in training or loading, and the change.
 _INITS: Mapping[str, str] = {
-    **dict.fromkeys(("pissa", "olora", "corda"), "PEFT subtracts the first A and B from the base, engines do not"),
-    "lora_ga": "it was trained on a base from which PEFT had subtracted the first A and B",
-    "loftq": "PEFT quantizes the base, engines do not",
+    **dict.fromkeys(("pissa", "olora", "corda"), "PEFT subtracts the initial factors from the base, engines do not"),
+    "lora_ga": "PEFT subtracted the initial factors from the base before training",
+    "loftq": "PEFT quantizes the base, but engines do not",
 }
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _TO_PLAIN = (
-    "save it where it was trained with save_pretrained(..., path_initial_model_for_weight_conversion=INITIAL_ADAPTER), "
-    "which makes plain LoRA of it"
+    "save the trained adapter with save_pretrained(..., path_initial_model_for_weight_conversion=INITIAL_ADAPTER), "
+    "which converts it to plain LoRA"
 )
 _UNSET: tuple[Any, ...] = (None, False, [], "none")
 # PEFT 0.21's projections in a block of experts, including the names of transformers 4.
@@ -73,7 +73,7 @@ _LEAVES = {"gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
 ROUTERS = (".gate", ".router")  # PEFT treats these as parameters, even if `target_modules` names them
 _EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
-_RESTORE = "restore it from the run"
+_RESTORE = "restore this file from the training run"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class LoraSettings:
         self._refuse_fields(accepted)
         self.ties = self._read(flag, "ensure_weight_tying", False)
         if self.ties and any(pair.is_embedding for pair in pairs_in(files.specs)):
-            why = "embedding and output layer share a pair, which is not merged"
+            why = "embedding and output layer share one lora_A and lora_B, which ckptkit does not merge"
             raise UnsupportedError(f"{self._where}: ensure_weight_tying is True: {why}", BY_HAND)
         self.is_dora = self._read(flag, "use_dora", False)
         self._targets = self._names("target_modules")
@@ -127,7 +127,7 @@ class LoraSettings:
         if init is None or isinstance(init, bool) or init in _PLAIN_INITS:
             return
         name = next((one for one in _INITS if isinstance(init, str) and init.lower().startswith(one)), None)
-        why = _INITS[name] if name else "PEFT 0.21 has no such initialization"
+        why = _INITS[name] if name else "PEFT 0.21 has no initialization of this name"
         hint = _TO_PLAIN if name and name != "loftq" else BY_HAND
         raise UnsupportedError(f"{self._where}: init_lora_weights is {shortened(init)}: {why}", hint)
 
@@ -164,17 +164,17 @@ class LoraSettings:
         value = self._config.get("layers_to_transform")
         layers = [value] if type(value) is int else value
         if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
-            raise self._damaged(f"layers_to_transform is {shortened(value)}, not numbers of layers")
+            raise self._damaged(f"layers_to_transform is {shortened(value)}, not a list of layer numbers")
         if value is not None and isinstance(self._config.get("target_modules"), str):
-            raise self._damaged("layers_to_transform is set, which PEFT rejects if target_modules is an expression")
+            raise self._damaged("layers_to_transform is set, but PEFT rejects it if target_modules is an expression")
         if layers is None and self._config.get("layers_pattern"):
-            raise self._damaged("layers_pattern is set, which PEFT rejects without layers_to_transform")
+            raise self._damaged("layers_pattern is set, but PEFT rejects it without layers_to_transform")
         return frozenset(layers) if layers else None
 
     def _patterns(self, key: str) -> list[tuple[Match, Any]]:
         patterns = self._config.get(key, {})
         if not isinstance(patterns, dict):
-            raise self._damaged(f"{key} is not an object")
+            raise self._damaged(f"{key} is {shortened(patterns)}, not an object")
         return [(self._matcher(key, rf"(.*\.)?({name})$"), value) for name, value in patterns.items()]
 
     def scale_of(self, module: str) -> tuple[int, float]:
@@ -214,23 +214,23 @@ class LoraSettings:
         `parts`: the stored ones of A, B and magnitude_vector. `leaf`: like in `exclusion_reason`.
         """
         if (why := self.exclusion_reason(pair.module, leaf)) is not None:
-            yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
+            yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT ignores its factors")
         if self.is_dora and "magnitude_vector" not in parts:
             yield Fault(
                 f"lora_magnitude_vector, since use_dora is true ({ADAPTER_CONFIG})",
-                "missing: PEFT uses the length of the base's rows instead",
+                "missing: PEFT uses the row norms of the base instead",
             )
         if not self.is_dora and "magnitude_vector" in parts:
             yield Fault(
                 f"no lora_magnitude_vector, since use_dora is false ({ADAPTER_CONFIG})",
-                "lora_magnitude_vector, which PEFT drops",
+                "lora_magnitude_vector, which PEFT ignores",
             )
         own = pair.module.rpartition(".")[2]
         if pair.is_embedding and "embed" not in own:
-            yield Fault("lora_A and lora_B, since this is not an embedding", "lora_embedding_*, which PEFT drops")
+            yield Fault("lora_A and lora_B, since this is not an embedding", "lora_embedding_*, which PEFT ignores")
         is_parameter = _is_named(f"{pair.module}.weight", self._parameters)
         if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
-            yield Fault("lora_embedding_A and lora_embedding_B, since this is an embedding", "lora_A, which PEFT drops")
+            yield Fault("lora_embedding_A and lora_embedding_B, since this is an embedding", "lora_A: PEFT ignores it")
 
     def _exclusion(self, name: str) -> str | None:
         if self._excluded and _chooses(self._excluded, name):
@@ -283,7 +283,7 @@ def idle_reason(files: AdapterFiles) -> str | None:
     """
     pairs = pairs_in(files.specs)
     if not files.specs:
-        return "it has no tensor"
+        return "no tensor is stored"
     if len(files.specs) > sum(len(parts) for parts in pairs.values()):
         return None
     if files.config.get("lora_alpha") == 0 and not files.config.get("alpha_pattern"):
@@ -294,7 +294,7 @@ def idle_reason(files: AdapterFiles) -> str | None:
         if parts.keys() != {"A", "B"} or not found:
             return None
         zeros.add("B" if "B" in found else "A")
-    return "every lora_B is zero" if zeros == {"B"} else "every pair has a factor of zeros"
+    return "every lora_B is zero" if zeros == {"B"} else "lora_A or lora_B of every pair is zero"
 
 
 def _is_linear(name: str) -> bool:

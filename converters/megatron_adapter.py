@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAIR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
-_EXPORT = "export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter)"
+_EXPORT = "export the adapters as PEFT after training (Megatron-Bridge's AutoBridge.save_hf_adapter)"
 
 
 def only_adapters(names: Mapping[str, TensorSpec]) -> bool:
@@ -46,12 +46,12 @@ def as_peft(source: Checkpoint, settings: Mapping[str, Any], where: str) -> View
     for name, spec in source.specs.items():
         match = _PAIR.fullmatch(name)
         if match is None:
-            raise UnsupportedError(f"{where}: unexpected tensor {name}: not a LoRA pair", _EXPORT)
+            raise UnsupportedError(f"{where}: {name} is not a factor of a LoRA pair", _EXPORT)
         parts.setdefault((match[1], match[2] or ""), {})[match[3]] = spec
     for (module, part), pair in parts.items():
         rule = rules.get(f"{module}.weight")
         if rule is None or ".experts." in module or any(len(shape) != 2 for shape in rule.hf.values()):
-            raise UnsupportedError(f"{where}: an adapter of {module} is not read", _EXPORT)
+            raise UnsupportedError(f"{where}: an adapter of {module} is not supported", _EXPORT)
         if missing := [one for one in ("in", "out") if one not in pair]:
             raise DamagedError(f"{where}: {module} has no linear_{missing[0]}", "save the adapters again")
         steps.append(_step(rule, part, pair["in"], pair["out"], rank, where))
@@ -69,7 +69,7 @@ def _step(rule: Rule, part: str, a: TensorSpec, b: TensorSpec, rank: int, where:
     if a.shape != (rank, columns) or b.shape != (rows, rank):
         expected = f"[{rank}, {columns}] and [{rows}, {rank}]"
         message = f"{where}: {a.name} and linear_out are {list(a.shape)} and {list(b.shape)}, not {expected}"
-        raise DamagedError(message, "give the model that the adapters were trained on")
+        raise DamagedError(message, "pass the model that the adapters were trained on: --hf BASE")
     modules = [f"{ROOT}{name.removesuffix('.weight')}" for name in names]
     outputs = [TensorSpec(f"{module}.lora_A.weight", a.shape, a.dtype) for module in modules]
     outputs += [

@@ -87,7 +87,7 @@ def require_towers(config: Mapping[str, Any], names: Collection[str], where: str
     if missing := lost_towers(config, names):
         name = family_of(config).class_of(config)
         raise CkptkitError(
-            f"{where} has no {summarize(missing)}, but {name} in config.json has them; Megatron does not store them, "
-            "and engines would leave them uninitialized",
-            "name with --hf the release with its weights, or a directory with config.json and a file of these tensors",
+            f"{where} has no {summarize(missing)}, but {name} in config.json requires these tensors: Megatron does not "
+            "store them, and engines would leave them uninitialized",
+            "pass --hf DIR with the weights of the release, or with config.json and a file of these tensors",
         )

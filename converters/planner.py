@@ -115,7 +115,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
     """
     if is_quantized(source.config):
         message = f"{where} is quantized (config.json has quantization_config)"
-        raise CkptkitError(message, "dequantize it first, like `ckptkit convert`")
+        raise CkptkitError(message, "dequantize the checkpoint first: `ckptkit quantize SRC DST --scheme none`")
     named_family_of(source.config)  # raises for a family without Megatron names
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
@@ -153,8 +153,8 @@ _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 def _target(spec: TensorSpec, rule: Rule, dtype: str | None) -> str:
     """The dtype to write. Raises CkptkitError for a dtype that models are not trained in."""
     if spec.dtype not in COMPUTED:
-        hint = "a quantized source must declare its quantization in config.json; start from the release"
-        raise CkptkitError(f"{spec}: a weight must be bfloat16, float16 or float32", hint)
+        hint = "restore quantization_config in config.json, or start from the unquantized release"
+        raise CkptkitError(f"{spec} is neither bfloat16, float16 nor float32", hint)
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
 
 
@@ -162,16 +162,16 @@ def _cast(name: str, tensor: Tensor, target: str) -> Tensor:
     """Casts a tensor. Raises CkptkitError if a finite value does not fit the dtype."""
     result = tensor.to(torch_dtype(target))
     if target == "float16" and tensor.dtype != result.dtype and bool((result.isinf() & tensor.isfinite()).any()):
-        message = f"{name} has values beyond float16 (largest {float(tensor.abs().max()):.3g})"
-        raise CkptkitError(message, "convert with --dtype bfloat16 or float32")
+        message = f"{name} has values too large for float16 (largest {float(tensor.abs().max()):.3g})"
+        raise CkptkitError(message, "pass --dtype bfloat16 or float32")
     return result
 
 
 def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) -> None:
     padded = may_pad and spec.shape[:1] > expected[:1] and spec.shape[1:] == expected[1:]
     if spec.shape != expected and not padded:
-        hint = "config.json describes another model, or the shard is wrong"
-        raise CkptkitError(f"{spec}: the config requires shape {list(expected)}", hint)
+        hint = "restore config.json or this shard from the release: they belong to different models"
+        raise CkptkitError(f"{spec} is stored, but config.json requires shape {list(expected)}", hint)
 
 
 def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) -> Step:
@@ -180,7 +180,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
         _check_shape(spec, rule.hf[spec.name])
     if len({spec.dtype for spec in inputs}) > 1:
         raise CkptkitError(
-            f"one Megatron tensor, two dtypes: {'; '.join(map(str, inputs))}", "give --dtype or cast the source first"
+            f"tensors of different dtypes make one Megatron tensor: {'; '.join(map(str, inputs))}", "pass --dtype"
         )
     narrow = _target(inputs[0], rule, dtype)
     target = _WIDER[narrow] if rule.mapping.upcast else narrow
@@ -217,21 +217,21 @@ def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
     for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
         if not back.to(part.dtype).equal(part):
-            hint = f"{rule.megatron} stores it minus one, which loses values near 0; is the checkpoint damaged?"
+            hint = f"compare it with the release: {rule.megatron} stores weight - 1, which is inexact near 0"
             raise CkptkitError(f"{name} has values that {rule.megatron} would round", hint)
 
 
 def _check_padding(rule: Rule, parts: Sequence[Tensor]) -> None:
     op = rule.mapping.op
     if isinstance(op, ZeroPadded) and not op.is_padded(parts[0]):
-        message = f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0"
-        raise CkptkitError(message, f"{rule.megatron} does not store them; compare the checkpoint with the release")
+        message = f"{next(iter(rule.hf))} has values other than 0 in its padding, after the first {op.size}"
+        raise CkptkitError(message, f"compare the tensor with the release: {rule.megatron} does not store the padding")
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
         if content.dtype != tensor.dtype or not content.equal(tensor):
-            reason = "it was trained separately, which Megatron does not support"
+            reason = "the copy was trained separately, which Megatron does not support"
             if copy.endswith("lm_head.weight"):
                 reason = "tie_word_embeddings must be false in config.json"
             hint = f"compare both with the release: one of them is stale, or {reason}"

@@ -42,14 +42,14 @@ _OTHERS = (
     (
         NAMED,
         "a draft model for speculative decoding",
-        "run `ckptkit verify DRAFT --source TARGET` for an EAGLE draft, or give the target model instead",
+        "run `ckptkit verify DRAFT --source TARGET` for an EAGLE draft, or pass the target model instead",
     ),
     (
         r"(?i).*(classification|reward).*",
         "a classifier or reward model",
-        "Megatron's language model has an output layer over the vocabulary instead of its head",
+        "convert a language model: Megatron's has an output layer over the vocabulary instead of this head",
     ),
-    (r".*Model", "a model without an output layer", "convert the language model that it was made from"),
+    (r".*Model", "a model without an output layer", "convert a language model with an output layer"),
 )
 
 
@@ -118,23 +118,23 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
     family, message = named_family_of(config).unwitnessed, unwitnessed(config)
     if family is None or message is None:
         if asked:
-            message = f"--unwitnessed: released Megatron loads {config['model_type']}"
-            raise UsageError(message, "leave it out")
+            message = f"--unwitnessed has no effect: released Megatron loads {config['model_type']}"
+            raise UsageError(message, "remove --unwitnessed")
     elif family.names is None:
         unlisted = named_family_of(config).release is None
         verbs = "inspect, verify and lint" if unlisted else "inspect, verify, lint and quantize"
         raise UnsupportedError(
-            f"{message}; its Megatron names are not settled upstream, and ckptkit does not invent any",
-            f"{verbs} take the HF checkpoint",
+            f"{message}; no Megatron names of its tensors are published",
+            f"use only {verbs}, on the HF checkpoint",
         )
     elif not asked:
-        raise UnsupportedError(message, f"--unwitnessed uses the names of {family.names}, at your own risk")
+        raise UnsupportedError(message, f"pass --unwitnessed to use the names of {family.names} at your own risk")
 
 
 def _nearest(model_type: str) -> str:
     near = get_close_matches(model_type[:_MAX_NAME], sorted(FAMILIES), 3)
     listed = f"supported types with a similar name: {', '.join(near)}; " if near else ""
-    return f"{listed}docs/families.md lists all {len(FAMILIES)}; docs/architecture.md explains how to add one"
+    return f"{listed}docs/families.md lists all {len(FAMILIES)} types; docs/architecture.md explains how to add one"
 
 
 def _check_architectures(value: Any, family: ModelFamily, model_type: str) -> None:

@@ -119,8 +119,8 @@ def refuse_older(config: Mapping[str, Any], names: Collection[str], where: objec
         return
     if any(name.startswith(release.older) for name in names):
         raise UnsupportedError(
-            f"{where} has layers under older names, {release.older}*, which engines rename but ckptkit does not check",
-            f"rename them to {release.root}layers.* in the files, the index and the list of unquantized modules",
+            f"{where} names its layers {release.older}*, older names that engines rename but ckptkit does not read",
+            f"rename the layers to {release.root}layers.* in the files, the index and the list of unquantized modules",
         )
 
 
@@ -140,8 +140,8 @@ def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Coll
     if lacks_mtp(config, names) and not lacks_mtp(config, release):
         raise CkptkitError(
             f"{where} has no multi-token prediction tensors, but the release has them",
-            "if they are omitted on purpose (training without --mtp-num-layers), name with --hf a directory without "
-            "weights: only config.json, tokenizer and code of the release",
+            "if training omits these on purpose (no --mtp-num-layers), pass --hf DIR with the release's config.json, "
+            "tokenizer and code, but no weights",
         )
 
 
@@ -151,11 +151,11 @@ def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     notes = [message] if (message := unwitnessed(config)) else []
     if dims.query_scale_from is not None:
         length = f"{dims.query_scale_from:,} tokens"
-        notes.append(f"megatron-core computes this model up to {length}: beyond, it does not scale queries by position")
+        notes.append(f"megatron-core computes this model up to {length}: it does not scale queries of later positions")
     if lacks_mtp(config, names):
         count = f"{dims.mtp_layers} multi-token prediction layer{'s' * (dims.mtp_layers > 1)}"
         message = f"config.json declares {count}, but none of their tensors is stored"
-        notes.append(f"{message}: treated as a model without, which cannot draft its own tokens")
+        notes.append(f"{message}: the checkpoint is treated as a model that cannot draft tokens")
     return notes
 
 

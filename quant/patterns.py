@@ -102,7 +102,7 @@ _SLOW, _MAX_SECONDS = 200e-6, 3.0
 _SHOWN = 80  # characters of an entry in a message
 # A range of characters that may be wide: Python looks at each of them where case is ignored.
 _WIDE_RANGE = re.compile(r"-(?:[^\x00-\x7f]|\\[xuUN0-7])")
-_SIMPLER = "write it with plain names, or with few `.*` and none of them inside a repetition"
+_SIMPLER = "simplify the pattern: use plain names, or few `.*` outside repetitions"
 
 Match = Callable[[str], object]
 
@@ -111,20 +111,20 @@ def check_entries(entries: Iterable[object], where: str) -> None:
     """Raises CkptkitError for invalid, too many or too long entries; `where`: their location in messages."""
     patterns = list(entries)
     if len(patterns) > MAX_ENTRIES:
-        raise CkptkitError(f"{where}: {len(patterns)} entries, and at most {MAX_ENTRIES:,} are read", _FEWER)
+        raise CkptkitError(f"{where}: {len(patterns)} entries, but ckptkit reads at most {MAX_ENTRIES:,}", _FEWER)
     for entry in patterns:
         if not isinstance(entry, str):
-            message = f"{where}: {shortened(entry)} is not text"
-            raise CkptkitError(message, "it must be a list of module names and `re:` ones")
+            message = f"{where}: {shortened(entry)} is not a string"
+            raise CkptkitError(message, "write a list of module names and `re:` patterns")
         if len(entry) > MAX_CHARACTERS:
             message = f"{where}: {_shorten(entry)} has {len(entry)} characters"
             raise CkptkitError(message, f"use at most {MAX_CHARACTERS:,}")
         if not entry.removeprefix(REGEX):
-            hint = "name a module, or give a regular expression after 're:'"
+            hint = "write a module name, or a regular expression after 're:'"
             raise CkptkitError(f"{where}: pattern '{entry}' is empty", hint)
     regular = list(dict.fromkeys(str(entry) for entry in patterns if str(entry).startswith(REGEX)))
     if len(regular) > MAX_REGULAR:
-        message = f"{where}: {len(regular)} regular expressions, and at most {MAX_REGULAR:,} are read"
+        message = f"{where}: {len(regular)} regular expressions, but ckptkit reads at most {MAX_REGULAR:,}"
         raise CkptkitError(message, _FEWER)
     costly = 0
     for entry in regular:
@@ -133,17 +133,17 @@ def check_entries(entries: Iterable[object], where: str) -> None:
         except CkptkitError as error:
             raise CkptkitError(f"{where}: {error.args[0]}", error.hint) from error
     if costly > MAX_COSTLY:
-        message = f"{where}: {costly} regular expressions with several repetitions, at most {MAX_COSTLY}"
+        message = f"{where}: {costly} regular expressions with repetitions, but at most {MAX_COSTLY} are allowed"
         raise CkptkitError(message, _SIMPLER)
 
 
-_FEWER = "name larger parts of the model with one `re:` entry each"
+_FEWER = "use one `re:` entry for a larger part of the model"
 
 
 def check_lookups(entries: Sequence[str], names: int) -> None:
     """Raises CkptkitError if comparing these entries with this number of names would take too long."""
     if names * sum(_REGULAR if entry.startswith(REGEX) else 1 for entry in entries) > _MAX_LOOKUPS:
-        raise CkptkitError(f"ignore: {len(entries)} entries for {names} names are too many", _FEWER)
+        raise CkptkitError(f"`ignore` has too many entries ({len(entries)}) for {names} names", _FEWER)
 
 
 def matcher(entry: str, longest: int = MAX_NAME + 1) -> Match:

@@ -32,7 +32,7 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
 
         if not torch.cuda.is_available():
             message = f"torch finds no GPU for --device {request.device}"
-            raise CkptkitError(message, "leave it out: on a CPU the bytes are the same")
+            raise CkptkitError(message, "remove --device: the CPU writes the same bytes")
     _check_used(scheme.ignore, source.specs, request.where)
     _check_loaded(source.config, scheme)
     packing = scheme_module(scheme.name).select(source, scheme, request)
@@ -62,12 +62,12 @@ def quantize_step(specs: Sequence[TensorSpec], packing: Packing) -> Step:
 def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
     """Raises CkptkitError for a model with experts that no reader knows one by one."""
     if only_fused(config):
-        message = f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
-        message += "and no reader knows them one by one"
-        hint = "which rows are gate and which up is not known: serve the release"
+        message = f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor per layer, "
+        message += "and no engine has names for single experts"
+        hint = "serve the release: gate and up rows of its experts cannot be told apart"
         if config["model_type"] in FAMILIES:
-            hint = "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 "
-            hint += "does not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none"
+            hint = "serve the release, or dequantize it with --scheme none: engines load experts with biases in MXFP4 "
+            hint += "and BF16 (SGLang's block FP8 has biases too, but 128 does not divide gpt-oss's 2880 features)"
         raise CkptkitError(message, hint, code="unsupported")
 
 
@@ -76,9 +76,9 @@ def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
     is_loaded = scheme.name == "fp8-block" and "compressed-tensors" not in scheme.command_line()
     if engine_class("sglang", config).fp8_only and not is_loaded:
         raise CkptkitError(
-            f"{scheme.title} {config['model_type']} is not supported: the classes of SGLang and vLLM load it in BF16, "
+            f"{scheme.title} {config['model_type']} is not supported: SGLang and vLLM load this model in BF16, "
             "in FP8 blocks with quant_method fp8, and with experts in MXFP4 or NVFP4 as published",
-            "use --scheme fp8-block",
+            "pass --scheme fp8-block",
             code="unsupported",
         )
 
@@ -89,7 +89,7 @@ def _check_refused(config: Mapping[str, Any], scheme: Scheme, request: Request) 
         return
     for refusal in find_refusals(config):
         if readers := [reader for reader in readers_of(request.readers) if reader in refusal.readers]:
-            message = f"{scheme.title} {request.where}: {' and '.join(readers)} would refuse it: {refusal.what}"
+            message = f"{' and '.join(readers)} would refuse {request.where} in {scheme.title}: {refusal.what}"
             raise CkptkitError(message, refusal.hint, code="unsupported")
 
 
@@ -98,7 +98,7 @@ def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> No
     covers = covering(ignore, [name.removesuffix(".weight") for name in names if name.endswith(".weight")])
     for pattern in ignore:
         if not covers(pattern):
-            hint = "entries are full module names, or `re:` and a regex; leave it out or correct it"
+            hint = "remove the entry, or write a full module name, or `re:` and a regex"
             raise CkptkitError(f"ignore entry '{pattern}' covers no module of {where}", hint)
 
 

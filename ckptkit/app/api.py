@@ -63,7 +63,7 @@ def make_manifest(
     if location.kind == "hf":
         refuse_hf(hf, path)
     if location.kind == "deltas":
-        raise UsageError(f"{path} holds deltas, which include checksums", "convert them, and digest the result")
+        raise UsageError(f"{path} has deltas, which include checksums", "convert them, and digest the result")
     target = Path(output) if output else location.root / MANIFEST
     check_new_manifest(target, path)
     with require_unchanged([location.path]):

@@ -95,7 +95,7 @@ def run(options: RunOptions) -> ConversionResult:
         errors = {} if options.dry_run or is_complete else execute(options, plan, sources)
         # Links to missing files that no loader reads.
         links = dangling_in(plan.side_files.path, plan.around_side_files)
-        lost = [f"{format_links(links)}, in {plan.side_files.path}: not copied"] if links else []
+        lost = [f"{plan.side_files.path}: not copied: {format_links(links)}"] if links else []
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
             layout=plan.layout if plan.kind == "hf" else {},
@@ -157,27 +157,27 @@ def _check_direction(options: RunOptions, location: Location) -> None:
     """Raises UsageError for options of the other direction."""
     if location.kind == "deltas":
         if options.verb == "quantize" or options.scheme or options.dialect or options.cast_to or options.merge:
-            message = f"{options.src} holds deltas, which are only converted to the full HF checkpoint, unchanged"
+            message = f"{options.src} has deltas, which convert can only turn into the full HF checkpoint"
             raise UsageError(message, "run `ckptkit convert SRC DST --hf BASE`, and continue from DST")
         return
     if location.kind == "megatron":
         if options.verb == "quantize":
             scheme = options.scheme.name if options.scheme else DEFAULT
             raise UsageError(
-                f"{options.src} is a Megatron checkpoint",
-                f"`ckptkit convert SRC DST --quantize {scheme}` exports and quantizes in one pass",
+                f"{options.src} is a Megatron checkpoint, but `quantize` reads HF checkpoints",
+                f"run `ckptkit convert SRC DST --quantize {scheme}`, which exports and quantizes in one pass",
             )
         if options.dialect and options.scheme:
             message = f"--dialect writes a Megatron checkpoint, which cannot have {options.scheme.title} weights"
-            raise UsageError(message, "give --dialect or --quantize, not both")
+            raise UsageError(message, "pass --dialect or --quantize, not both")
         if options.dialect and is_url(options.dst):
             raise _no_megatron_at(options.dst)
     elif options.verb == "convert":
         if options.hf:
             message = "--hf is only for conversion from Megatron to HF"
-            raise UsageError(message, "leave it out: the source has a config")
+            raise UsageError(message, "remove --hf: the source has a config")
         if options.merge and options.dtype != "auto":
-            raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "leave it out")
+            raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "remove it")
         if options.scheme and not options.merge:
             hint = f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`"
             raise UsageError(f"{options.scheme.title} is not written into Megatron checkpoints", hint)
@@ -187,7 +187,7 @@ def _check_direction(options: RunOptions, location: Location) -> None:
 
 def _no_megatron_at(url: str) -> UsageError:
     message = f"{url}: only HF directories are written to URLs, not Megatron checkpoints"
-    return UsageError(message, "write it to a disk, and copy it there")
+    return UsageError(message, "write it to a local disk, and upload it")
 
 
 def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
@@ -202,8 +202,8 @@ def adapters_at(options: RunOptions, location: Location, sources: Sources) -> Vi
         not isinstance(options.dst, Path)
         or replace(own, overwrite=options.overwrite, dry_run=options.dry_run) != options
     ):
-        message = f"{options.src} holds only LoRA adapters, which are written in PEFT's format to a local disk"
-        raise UsageError(message, "give --hf BASE and no other option; `--merge DST` merges them after that")
+        message = f"{options.src} has only LoRA adapters, which convert writes in PEFT's format to a local disk"
+        raise UsageError(message, "pass --hf BASE and no other option; merge the adapters later with `--merge DST`")
     return as_peft(source, settings, str(location.path))
 
 

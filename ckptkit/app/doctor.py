@@ -175,7 +175,7 @@ def lines(found: Examination, parts: Collection[str] = ()) -> list[str]:
     for one in () if parts else found.packages:
         state = "not installed" if one.version is None else f"{one.version}{' (damaged)' * one.broken}"
         text.append(f"  {one.name:<20} {state:<14} {one.needed}".rstrip())
-    text += ["can be asked"]
+    text += ["parts"]
     for part in (part for part in found.parts if not parts or part.name in parts):
         where = f"in {part.python}: {', '.join(part.versions)}" if part.python else ""
         rows = {"devices": part.devices, "python": where, "needed": part.missing, "tested": ", ".join(part.tested)}

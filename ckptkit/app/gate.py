@@ -41,7 +41,7 @@ def gate(command: Sequence[str], options: Sequence[str] = ()) -> tuple[int, str 
         if (folder / "stopped").exists():
             return 1, "the launch was stopped before the trainer started"
         seen = (folder / "judged").exists()
-        return code, None if seen else f"no start of a trainer by {', '.join(NAMES)} was seen, so nothing was judged"
+        return code, None if seen else f"no trainer was started by {', '.join(NAMES)}, so nothing was checked"
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
@@ -49,7 +49,7 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     try:
         process = subprocess.Popen(command, env=variables)
     except OSError as error:
-        raise CkptkitError(f"{command[0]}: {error.strerror}", "give a command as you would run it") from error
+        raise CkptkitError(f"{command[0]}: {error.strerror}", "pass the command as you would run it") from error
 
     before = {one: signal.signal(one, lambda number, _: process.send_signal(number)) for one in _PASSED_ON}
     try:

@@ -51,7 +51,7 @@ def after_init(args: Namespace) -> None:
     ]
     if lines:
         message = f"{len(lines)} model argument(s) do not describe the model of {home}"
-        hint = f"`ckptkit inspect {home} --megatron-args` prints them: correct the launch, or name the right directory"
+        hint = f"correct the launch by `ckptkit inspect {home} --megatron-args`, or pass the right directory"
         raise CkptkitError(message, hint, lines)
 
 
@@ -112,7 +112,7 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
 def _hf_checkpoint(args: Namespace) -> Path:
     path = getattr(args, "hf_checkpoint", None)
     if not path or not Path(path).is_dir():
-        hint = "give --hf-checkpoint a local directory with config.json, or leave ckptkit's hook out"
+        hint = "pass a local directory with config.json to --hf-checkpoint, or remove ckptkit's hook"
         raise CkptkitError(f"--hf-checkpoint is {path!r}, which is not a directory here", hint)
     require_own_files(path)
     return Path(path)
@@ -146,8 +146,8 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
     names = [name for rule in rules_of(config) if rule.megatron.endswith(_ROUTER) for name in rule.hf]
     found = {name: extremes(checkpoint.read([name])[name]) for name in names if name in checkpoint.specs}
     if dead := [name for name, one in found.items() if one.constant or not one.finite]:
-        hint = "the update would route every token to the same experts: verify the trainer's own checkpoint"
-        raise CkptkitError(f"{checkpoint.root}: {summarize(dead)}: all one number, or not finite", hint)
+        hint = "verify the trainer's own checkpoint: this update would route every token to the same experts"
+        raise CkptkitError(f"{checkpoint.root}: {summarize(dead)}: all values are equal or not finite", hint)
 
 
 def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
@@ -170,11 +170,11 @@ def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:
     low_high = dict(_extremes(model))
     bad = [name for name, (low, high) in low_high.items() if not (abs(low) < float("inf") and abs(high) < float("inf"))]
     if bad:
-        hint = "look for the last checkpoint that is finite: `ckptkit verify CKPT` (CK204)"
+        hint = "find the last checkpoint with finite values: `ckptkit verify CKPT` (CK204)"
         raise CkptkitError(f"{when}: NaN or infinity in {len(bad)} parameter(s): {summarize(bad)}", hint)
     if dead := [name for name, (low, high) in low_high.items() if name.endswith(_ROUTER) and low == high]:
-        hint = "they route every token to the same experts: were they loaded? `ckptkit verify CKPT --against-megatron`"
-        raise CkptkitError(f"{when}: all one number in {summarize(dead)}", hint)
+        hint = "run `ckptkit verify CKPT --against-megatron`: such routers send every token to the same experts"
+        raise CkptkitError(f"{when}: all values are equal in {summarize(dead)}", hint)
 
 
 def _extremes(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tuple[float, float]]]:

@@ -107,7 +107,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts |= _draft_facts(checkpoint.config)
         if rope := _rope(checkpoint.config):
             facts["rope"] = rope
-        facts["quantization"] = "the cache alone" if declared_quantization(checkpoint.config) else None
+        facts["quantization"] = "only the key-value cache" if declared_quantization(checkpoint.config) else None
         if is_quantized(checkpoint.config):
             from ckptkit.quant.formats.dequantize import describe_format
 
@@ -203,7 +203,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
     if (message := unwitnessed(config)) is not None:
-        raise UnsupportedError(f"config.json: {message}", "Megatron has no arguments for it")
+        raise UnsupportedError(f"config.json: {message}", "Megatron has no arguments for this model")
     dims = named_family_of(config).read_dims(config)
     lines = inexpressible(dims)
     if dialect == HYBRID or dims.pattern:

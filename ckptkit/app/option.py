@@ -46,9 +46,9 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # At most one of these may be given; together, one would have no effect or contradict the other.
 EXCLUDES = (
-    (("quiet", "verbose"), "one prints less, the other more: give one of them"),
-    (("every", "as_json"), "--json already has every check and all details: leave --all out"),
-    (("resume", "overwrite"), "--resume continues the earlier run, --overwrite replaces its output: give one of them"),
-    (("trained", "adapter"), "the change by an adapter is compared bit for bit: leave --trained out"),
-    (("like", "preset"), "both choose the packed weights: give one of them"),
+    (("quiet", "verbose"), "pass one of them: the first prints less, the second more"),
+    (("every", "as_json"), "--json already has every check and all details: remove --all"),
+    (("resume", "overwrite"), "pass one of them: --resume continues the earlier run, --overwrite replaces its output"),
+    (("trained", "adapter"), "the change by an adapter is compared bit for bit: remove --trained"),
+    (("like", "preset"), "pass one of them: both choose the packed weights"),
 )

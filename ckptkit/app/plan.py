@@ -205,7 +205,7 @@ def _hf_to_hf(location: Location, options: RunOptions, local: Sources) -> Conver
 def _notes(source: Checkpoint) -> tuple[str, ...]:
     """Remarks for the user on an HF checkpoint."""
     lost = lost_towers(source.config, source.specs)
-    message = f"the source lacks {summarize(lost)} of its class: engines use random values, and no conversion adds it"
+    message = f"the source lacks {summarize(lost)}, which its class requires: engines use random values there"
     return (*remarks(source.config, source.specs), *([message] if lost else []))
 
 

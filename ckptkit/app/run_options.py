@@ -63,9 +63,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str | None) 
 
 PATH, PATH_OR_URL = click.Path(path_type=Path), PathOrUrl(path_type=Path)
 PARALLEL = click.IntRange(1, MAX_RANKS)  # a parallel size
-_NOT_QUANTIZED = (
-    "leave it out, or add --quantize w4a16 for Megatron to HF; `ckptkit quantize` quantizes an HF checkpoint"
-)
+_NOT_QUANTIZED = "remove it, or pass --quantize w4a16 for Megatron to HF; `ckptkit quantize` quantizes an HF checkpoint"
 QUANTIZED = Needs(("quantization",), _NOT_QUANTIZED)
 
 
@@ -125,7 +123,7 @@ class RunOptions:
     unwitnessed: bool = _converting(
         "--unwitnessed",
         is_flag=True,
-        help="Convert a kind of model that no released Megatron has loaded, with names from another stack's source.",
+        help="Convert a model that no released Megatron has loaded, with tensor names from another stack's source.",
     )
     scheme: Scheme | None = None
     like: str | None = _quantizing(
@@ -141,7 +139,7 @@ class RunOptions:
     tp: int | None = _quantizing(
         "--tp",
         type=PARALLEL,
-        needs=Needs(("quantization",), "leave it out: the output of a conversion loads at any parallel size"),
+        needs=Needs(("quantization",), "remove --tp: the output of a conversion loads at any parallel size"),
         help="Tensor parallel size that SGLang's INT4 kernels must be able to load.",
     )
     readers: tuple[str, ...] = _quantizing(
@@ -170,7 +168,7 @@ class RunOptions:
         callback=_size,
         default="512MB",
         show_default=True,
-        help="Most bytes of tensors in flight: 512MB, 2GB.",
+        help="Maximum bytes of tensors in memory at a time: 512MB, 2GB.",
     )
     max_shard_size: int | None = _writing(
         "--max-shard-size",
@@ -200,18 +198,18 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.resume and is_url(self.dst):
-            raise UsageError(f"{self.dst}: --resume is not supported for URLs", "start again with --overwrite")
+            raise UsageError(f"{self.dst}: --resume is not supported for URLs", "pass --overwrite to start again")
         urls = [path for path in (*self.sources, self.dst) if is_url(path)]
         if self.ray is not None and urls:
             message = f"--ray requires a file system that all nodes share, but {urls[0]} is a URL"
-            raise UsageError(message, "copy to such a file system, or leave out --ray")
+            raise UsageError(message, "copy the checkpoint to such a file system, or remove --ray")
         if self.merge is not None and (is_url(self.merge) or self.dialect is not None):
             message = "--merge requires an adapter on a local disk, and writes an HF checkpoint"
             raise UsageError(message, "copy the adapter here; convert the merged checkpoint to Megatron after that")
         quantizing = [_word(name) for name in _FIELDS if _row(name).get("needs") and self._is_given(name)]
         if quantizing and self.scheme is None:
             hint = "; a Megatron checkpoint loads at any parallel size"
-            message = f"{', '.join(quantizing)} is about quantized weights, so it has no effect here"
+            message = f"{', '.join(quantizing)} applies only to quantized weights, so it has no effect here"
             raise UsageError(message, _NOT_QUANTIZED + hint * ("--tp" in quantizing))
         for names, hint in EXCLUDES:
             if len(words := [_word(name) for name in names if name in _FIELDS and self._is_given(name)]) > 1:

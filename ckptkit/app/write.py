@@ -121,7 +121,7 @@ def write_batch(task: TaskInput, files: Sequence[str]) -> None:
     journal = Journal(task.partial, task.token)
     if not journal.may_begin:
         message = f"node {socket.gethostname()} does not see {task.partial} of the coordinator"
-        raise CkptkitError(message, "name a destination on a file system that all nodes share")
+        raise CkptkitError(message, "choose a destination on a file system that all nodes share")
     plan = _plan_once(task.options, task.source, task.plan)
     write_files(plan, task.partial, journal, files, 1, task.options.memory)
 
@@ -135,7 +135,7 @@ def _plan_once(options: RunOptions, source: str, plan: str) -> ConversionPlan:
         raise CkptkitError(
             f"node {socket.gethostname()} sees other files at {options.src} than the coordinator "
             "(names, sizes or times differ)",
-            "name a source on a file system that all nodes share, or copy it with its times (rsync -a)",
+            "choose a source on a file system that all nodes share, or copy it with its times (rsync -a)",
         )
     return own
 
@@ -148,5 +148,5 @@ def _check_written(plan: ConversionPlan, partial: Path, journal: Journal) -> Non
         if journal.recorded(file) is None or size != output.files.size(file):
             raise CkptkitError(
                 f"{path} has {size} bytes instead of {output.files.size(file)}, or no record, after its task ended",
-                "name a destination on a file system that all nodes share, and continue with --resume",
+                "choose a destination on a file system that all nodes share, and continue with --resume",
             )

@@ -70,7 +70,7 @@ class DamagedError(CkptkitError):
 
     code = "damaged"
 
-    def __init__(self, message: str, hint: str | None = "the file is damaged; copy it again") -> None:
+    def __init__(self, message: str, hint: str | None = "copy this file again: it is damaged") -> None:
         super().__init__(message, hint)
 
 
@@ -108,7 +108,7 @@ def memory_for(what: object) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not lacks_memory(error):
             raise
-        hint = "run it where more memory is free (`ulimit -v` and control groups set limits too)"
+        hint = "run it on a machine with more free memory (`ulimit -v` and control groups also set limits)"
         raise CkptkitError(f"{what} needs more memory than is available", hint) from error
 
 

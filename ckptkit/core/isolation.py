@@ -77,7 +77,7 @@ def end_with_parent(parent: int) -> None:
 def refuse_numba_settings() -> None:
     """Raises CkptkitError if Numba would read settings from the current directory, which can name code to run."""
     if os.path.lexists(_NUMBA):
-        message = f"{os.path.abspath(_NUMBA)} is in the current directory, and can name code that Numba would run"
+        message = f"{os.path.abspath(_NUMBA)} is in the current directory and may contain code that Numba would run"
         raise CkptkitError(message, "run from another directory")
 
 

@@ -20,13 +20,13 @@ def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
     readers resolve differently, and for half of a surrogate pair, which no encoding can write.
     """
     if len(text) > MAX_BYTES:
-        raise ValueError(f"{len(text)} bytes, but at most {MAX_BYTES} are read")
+        raise ValueError(f"it has {len(text)} bytes, but ckptkit reads at most {MAX_BYTES}")
     if (values := count_values(text)) > most_values:
-        raise ValueError(f"about {values} values, but at most {most_values} are read")
+        raise ValueError(f"it has about {values} values, but ckptkit reads at most {most_values}")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("its objects are nested too deeply") from error
     _check_depth(value)
     require_characters(text, value)
     return value
@@ -58,7 +58,7 @@ def repeated_keys(pairs: Sequence[tuple[str, Any]]) -> list[str]:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
+        raise ValueError(f"it has an integer of {len(digits)} digits")
     return int(digits)
 
 
@@ -73,4 +73,4 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    raise ValueError(f"its objects are nested more than {MAX_DEPTH} levels deep")

@@ -56,21 +56,19 @@ class Plan:
         used, sources = {name for step in self.steps for name in step.inputs}, set(self.sources)
         require(self.where, used, sources)
         if left := sources - used - self.dropped:
-            message = f"{self.where} holds {len(left)} tensor(s) without a rule in this model family"
-            hint = (
-                "nothing is converted, to lose nothing; `ckptkit verify` shows where config.json and tensors disagree"
-            )
+            message = f"{self.where} has {len(left)} tensor(s) without a conversion rule in its model family"
+            hint = "run `ckptkit verify` to see where config.json and tensors disagree; no tensor may be lost"
             raise CkptkitError(f"{message}: {summarize(sorted(left))}", hint)
         made = Counter(spec.name for step in self.steps for spec in step.outputs)
         if twice := [name for name, count in made.items() if count > 1]:
-            raise CkptkitError(f"{self.where}: two rules make the same tensor: {summarize(twice)}")
+            raise CkptkitError(f"{self.where}: several conversion rules write {summarize(twice)}")
 
 
 def require(where: str, needed: Iterable[str], sources: Collection[str]) -> None:
     """Raises MissingError naming the needed tensors that `where` does not have."""
     if missing := [name for name in dict.fromkeys(needed) if name not in sources]:
         message = f"{where} lacks {len(missing)} tensor(s) that its config requires: {summarize(missing)}"
-        hint = "a shard is missing or config.json describes another model; `ckptkit verify` shows which"
+        hint = "run `ckptkit verify` to see whether a shard is missing or config.json is of another model"
         raise MissingError(message, hint)
 
 
@@ -191,7 +189,7 @@ def read_and_held(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, in
 def checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
     """The tensor, contiguous. Raises CkptkitError if it differs from its spec."""
     if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
-        message = f"{spec} was computed as {list(tensor.shape)} {tensor.dtype}"
+        message = f"{spec} is expected, but {list(tensor.shape)} {tensor.dtype} was computed"
         raise CkptkitError(message, "this is a defect in a rule: please report it")
     return tensor.contiguous()
 
@@ -220,8 +218,8 @@ class Joined:
 
     def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
         if both := sorted(first.specs.keys() & second.specs.keys()):
-            message = f"two checkpoints to join both hold {summarize(both)}"
-            raise CkptkitError(message, "name the right HF directory with --hf")
+            message = f"a checkpoint and the files to add to it both contain {summarize(both)}"
+            raise CkptkitError(message, "pass the HF directory of this model with --hf")
         self._parts = (first, second)
         self.config: Mapping[str, Any] = first.config
         self.specs: Mapping[str, TensorSpec] = {**first.specs, **second.specs}

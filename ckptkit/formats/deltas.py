@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 _PIECE = 4 << 20  # bytes, or positions, to decode at a time
-_WRONG = "the file was changed or truncated, or the writer had a tensor of another dtype or shape"
+_WRONG = "copy this version again: the file was changed or truncated, or the tensor differs from the writer's"
 # Hexadecimal checksums of the bytes of a tensor.
 CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
     "xxh3-128": lambda content: import_module("xxhash").xxh3_128_hexdigest(content),
@@ -98,9 +98,9 @@ def _overwrite(payload: Bytes, state: Bytes) -> int:
             raise DamagedError(f"its payload ends before the last of {count} changed bytes", _WRONG)
         at = raw.view("<u4").astype(np.int64)
         if int(at.max()) >= len(state):
-            raise DamagedError(f"its payload changes byte {int(at.max())} of a tensor of {len(state)}", _WRONG)
+            raise DamagedError(f"its payload changes byte {int(at.max())} of a tensor of {len(state)} bytes", _WRONG)
         if int(np.diff(at, prepend=last).min()) <= 0:
-            raise DamagedError("its payload has positions that do not ascend", _WRONG)
+            raise DamagedError("its payload has positions in the wrong order", _WRONG)
         changed, last = changed + int(np.count_nonzero(state[at] != new)), int(at[-1])
         state[at] = new
     if len(_next(values, 1)):
@@ -127,8 +127,8 @@ def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
 
 FileFault = tuple[Path, Fault]
 
-_AGAIN = "copy this version again from where the trainer published it; if it is the same there, publish a full one"
-_CUT = "the trainer was stopped while it published, or the copy is incomplete: copy it again, or use an earlier version"
+_AGAIN = "copy this version again from the trainer's output; if the fault is there too, publish a full checkpoint"
+_CUT = "copy this version again, or use an earlier one: the trainer was stopped, or the copy is incomplete"
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Version:
     def index(self) -> Mapping[str, Any]:
         """The index. Raises CkptkitError if it cannot be read, and UnsupportedError for another kind of delta."""
         if not (self.path / INDEX).exists() and (self.path / "manifest.json").exists():
-            hint = "publish with the CPU's encoder, or a full checkpoint, to verify it"
-            raise UnsupportedError(f"{self.path} has a manifest.json: deltas of miles' GPU encoder are not read", hint)
+            hint = "publish with the CPU encoder, or publish a full checkpoint"
+            raise UnsupportedError(f"{self.path} has deltas of miles' GPU encoder (manifest.json)", hint)
         return read_json(self.path / INDEX)
 
     @property
@@ -192,7 +192,7 @@ def chain_at(path: Path) -> Chain:
     found = {int(match[1]): root / match[0] for entry in root.iterdir() if (match := VERSION.fullmatch(entry.name))}
     target = int(own[1]) if own else max(found, default=0)
     if not found:
-        raise CkptkitError(f"{path} holds no published version", "give the directory with weight_v000001 and so on")
+        raise CkptkitError(f"{path} has no published version", "pass the directory with weight_v000001 and so on")
     versions = {number: Version(number, at) for number, at in found.items() if number <= target}
     start = max((number for number, one in versions.items() if (one.path / "config.json").exists()), default=0)
     return Chain(root, target, versions, start)
@@ -202,7 +202,7 @@ def single_delta(path: Path) -> Chain:
     """A chain of only this delta. Raises CkptkitError if its directory does not have the name of a version."""
     match = VERSION.fullmatch(path.name)
     if match is None:
-        raise CkptkitError(f"{path} does not have the name of a version", "rename it to weight_v and its number")
+        raise CkptkitError(f"{path} is not named like a version", "rename it to weight_v and its number")
     number = int(match[1])
     return Chain(path.parent, number, {number: Version(number, path)}, number - 1)
 
@@ -217,8 +217,8 @@ def order_faults(chain: Chain) -> Iterator[FileFault]:
     """Missing versions, versions that differ from the directory's number, and unknown encodings."""
     for number in range(chain.start + 1, chain.target + 1):
         if number not in chain.versions:
-            hint = "no later version can be applied: restore it, or start from a full checkpoint of a later version"
-            yield chain.root / f"weight_v{number:06d}", Fault(f"version {number}", "it is missing", hint=hint)
+            hint = "restore this version, or start from a full checkpoint of a later one"
+            yield chain.root / f"weight_v{number:06d}", Fault(f"version {number}", "this version is missing", hint=hint)
     for one in chain.deltas:
         try:
             metadata = one.metadata
@@ -234,12 +234,12 @@ def _metadata_faults(number: int, metadata: Mapping[str, Any]) -> Iterator[Fault
     order = {"version": number, "base_version": number - 1}
     if any(not str(metadata.get(key)).isdecimal() or int(metadata[key]) != true for key, true in order.items()):
         actual = ", ".join(f"{key} {shortened(metadata.get(key))}" for key in order)
-        hint = "this is a copy of another version or of another run: restore the file that the trainer published"
+        hint = "restore the file that the trainer published: this one belongs to another version or run"
         yield Fault(f"version {number}, based on {number - 1}", actual, hint=hint)
     known = {"delta_encoding": ENCODINGS, "compression_format": ("zstd",), "checksum_format": CHECKSUMS}
     for key, values in known.items():
         if metadata.get(key) not in values:
-            yield Fault(f"{key} of {', '.join(values)}", shortened(metadata.get(key)), hint="no engine can apply it")
+            yield Fault(f"{key} of {', '.join(values)}", shortened(metadata.get(key)), hint="publish with one of these")
 
 
 def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterator[FileFault]:
@@ -253,7 +253,7 @@ def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterato
 def _tensor_faults(shard: Shard, specs: Mapping[str, TensorSpec] | None) -> Iterator[Fault]:
     for name, spec in shard.specs.items():
         if specs is not None and name not in specs:
-            hint = "the delta is of another model, or its names differ from those of --hf-checkpoint"
+            hint = "pass the --hf-checkpoint of this run: the delta is of another model or has other names"
             yield Fault("a tensor of the base", "the base has no tensor of this name", name, hint)
         if spec.dtype != "uint8" or len(spec.shape) != 1:
             yield Fault("encoded bytes, uint8 [bytes]", f"{spec.dtype} {list(spec.shape)}", name, _AGAIN)
@@ -270,14 +270,14 @@ def _index_faults(one: Version) -> Iterator[FileFault]:
     closed = {shard.path.name for shard in one.shards if not shard.readable}
     for name, file in listed.items():
         if name not in stored and file not in closed:
-            actual = "it is in no file" if (one.path / str(file)).exists() else f"{shortened(file)} is missing"
-            yield index, Fault("every tensor that it lists", actual, name, "engines would apply a part: " + _AGAIN)
+            actual = "no file contains it" if (one.path / str(file)).exists() else f"{shortened(file)} is missing"
+            yield index, Fault("each listed tensor in a file", actual, name, "engines would apply a part: " + _AGAIN)
     for name in stored.keys() - listed.keys():
-        yield index, Fault("every tensor that is stored", f"{stored[name]} has one more", name, _AGAIN)
+        yield index, Fault("every tensor that is stored", f"{stored[name]} has an unlisted tensor", name, _AGAIN)
     times = Counter(name for shard in one.shards for name in shard.specs)
     for name in (name for name, count in times.items() if count > 1):
-        hint = "engines apply each of them, and a second XOR undoes the first (replicated embeddings of two stages)"
-        yield index, Fault("each tensor once", f"it is in {times[name]} files", name, hint)
+        hint = "publish each tensor once: a second XOR undoes the first (for example, embeddings of two stages)"
+        yield index, Fault("each tensor once", f"{times[name]} files contain it", name, hint)
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,8 @@ class Patch:
             raise DamagedError(f"{where}: {error.message}", error.hint) from error
         actual, expected = CHECKSUMS[metadata["checksum_format"]](state.data), self.shard.metadata[self.name]
         if actual != expected:
-            hint = "it was made for other bytes: name the base of this run, or replace this version"
-            raise DamagedError(f"{where}: the new bytes have the checksum {actual}, the writer's had {expected}", hint)
+            hint = "pass the base of this run, or copy this version again: it was made for other bytes"
+            raise DamagedError(f"{where}: the new bytes have checksum {actual}, but the writer's had {expected}", hint)
         return changed
 
 
@@ -308,8 +308,8 @@ def base_of(chain: Chain, hf: str | Path | Directory | None) -> HfCheckpoint:
     """The newest full version, or else the checkpoint `hf`. Raises UsageError without either."""
     base = chain.full or hf
     if base is None:
-        hint = "name the --hf-checkpoint of the run that published them (--hf, or --source of `verify`)"
-        raise UsageError(f"{chain.root} holds deltas without their base", hint)
+        hint = "pass the --hf-checkpoint of the run that published the deltas (--hf, or --source of `verify`)"
+        raise UsageError(f"{chain.root} has deltas without their base", hint)
     return HfCheckpoint(base)
 
 

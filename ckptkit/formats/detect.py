@@ -16,25 +16,25 @@ from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.tree import files_below
 
-_RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
-_PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
-_NEMO = "{} is a NeMo 1 checkpoint, which ckptkit does not read: export it to HF with the NeMo that wrote them"
+_RUNTIME = "download the safetensors of the release: {{}} is in the format of {}"
+_PICKLE = "convert the pickle {} to safetensors first: load the model with transformers and save_pretrained"
+_NEMO = "{} is a NeMo 1 checkpoint, which ckptkit does not read: export it to HF with the NeMo that wrote it"
 # Weights in other formats than safetensors with an index, the most specific first, and the user's next step.
 _INDEX, _SINGLE, _SHARDS = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER = (
     "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` verifies it; merge it with "
-    "`ckptkit convert BASE DST --merge ADAPTER` and give the result"
+    "`ckptkit convert BASE DST --merge ADAPTER` and pass the result"
 )
 _OTHER_WEIGHTS = {
     _ADAPTER_FILE: _ADAPTER,
     "adapter_model.bin": _ADAPTER,
     "consolidated*.safetensors": (
-        "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
+        "download the release's model-*.safetensors and their index: {} is in Mistral's own format"
     ),
     _SHARDS: "{} has no model.safetensors.index.json: restore the index from the release",
     "consolidated*.pth": (
-        "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
+        "download the release's safetensors, not its original/ folder: {} is in the format of the model's authors"
     ),
     "*.gguf": (
         "{} is llama.cpp's quantized format: start from the safetensors release, or load it with transformers "
@@ -47,12 +47,12 @@ _OTHER_WEIGHTS = {
     "*.msgpack": _RUNTIME.format("Flax"),
     "*.h5": _RUNTIME.format("TensorFlow"),
     "model_world_size_*_rank_*.pt": (
-        "{0} is one rank of an FSDP model of verl: merge them with `python -m verl.model_merger merge --backend fsdp "
-        "--local_dir {1} --target_dir OUT`"
+        "{0} is one rank of an FSDP model of verl: merge all ranks with `python -m verl.model_merger merge --backend "
+        "fsdp --local_dir {1} --target_dir OUT`"
     ),
     "*_model_states.pt": (
-        "{} is one rank of a DeepSpeed run: merge them with DeepSpeed's zero_to_fp32.py, next to the step's directory, "
-        "with --safe_serialization"
+        "{} is one rank of a DeepSpeed run: merge all ranks with DeepSpeed's zero_to_fp32.py, next to the step's "
+        "directory, with --safe_serialization"
     ),
     "pytorch_model*.bin": _PICKLE,
     "*.bin": _PICKLE,
@@ -92,8 +92,8 @@ def _hint_for_file(path: Path) -> str:
         if pattern != _SHARDS and fnmatch(path.name, pattern):
             return advice.format(path.name, path.parent)
     if path.suffix == ".safetensors" or path.name in ("config.json", _INDEX):
-        return f"it is one file of a checkpoint: give the directory around it, {path.absolute().parent}"
-    return "give the directory that holds config.json or .metadata"
+        return f"pass the directory of the checkpoint: {path.absolute().parent}"
+    return "pass the directory that contains config.json or .metadata"
 
 
 def _hint_below(root: Path) -> str | None:
@@ -105,7 +105,7 @@ def _hint_below(root: Path) -> str | None:
 
     folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _SEARCHED)
     found = sorted(str(one) for one in folders if is_checkpoint(one))
-    return f"a checkpoint is further down: give {' or '.join(found[:_NAMED])}" if found else None
+    return f"pass a checkpoint in this directory: {' or '.join(found[:_NAMED])}" if found else None
 
 
 def _find_other_weights(root: Path) -> tuple[str, str] | None:
@@ -212,7 +212,7 @@ def _find_checkpoint(path: str | Path) -> Location:
     if not root.exists():
         # `ORG/NAME` may be a model on the Hub.
         name = f"hf://{root.parent.name}/{root.name}"
-        on_hub = f", or give {name}, which inspect, convert and quantize read from the Hugging Face Hub"
+        on_hub = f", or pass {name}, which inspect, convert and quantize read from the Hugging Face Hub"
         is_name = root.parent.parent == Path.cwd() and not root.parent.exists()
         raise MissingError(f"{shown} does not exist", f"check the path{on_hub if is_name else ''}")
     if not root.is_dir():
@@ -221,15 +221,15 @@ def _find_checkpoint(path: str | Path) -> Location:
         return Location("megatron", iteration_of(root), root)
     is_hf = (root / "config.json").exists()
     if root.name == "original" and (root.parent / "config.json").exists():
-        message = f"{shown} holds the model in the format of its authors"
-        raise CkptkitError(message, f"give the HF directory around it: {shown.parent}")
+        message = f"{shown} has weights in the format of the model's authors"
+        raise CkptkitError(message, f"pass the HF directory around it: {shown.parent}")
     if (root / ".metadata").exists() or ((root / "metadata.json").exists() and not is_hf) or is_legacy(root):
         return Location("megatron", root, root.parent)
     if is_deltas(root):
         return Location("deltas", root, root)
     if is_hf or has_shards(root):
         return Location("hf", root, root)
-    raise MissingError(f"{shown} holds no checkpoint", _why_not(root))
+    raise MissingError(f"{shown} contains no checkpoint", _why_not(root))
 
 
 def is_loaded(relative: Path) -> bool:
@@ -250,14 +250,14 @@ def refuse_url(path: str | Path) -> None:
     """Raises CkptkitError for a URL, or one converted to a Path, unless a file or directory has that name."""
     if (url := _URL.search(str(path))) and not Path(path).exists():
         hint = "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
-        raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
+        raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which this command does not read", hint)
 
 
 def refuse_hf(hf: str | Path | None, path: str | Path) -> None:
     """Raises UsageError if `--hf` is given for an HF checkpoint at `path`."""
     if hf:
-        message = "--hf gives the config of a Megatron checkpoint, and has no effect here"
-        raise UsageError(message, f"leave it out: {path} is an HF checkpoint")
+        message = "--hf has no effect here: it passes the config of a Megatron checkpoint"
+        raise UsageError(message, f"remove --hf: {path} is an HF checkpoint")
 
 
 def is_legacy(path: Path) -> bool:
@@ -289,7 +289,7 @@ def iteration_of(root: Path) -> Path:
     if not is_nemo(root):
         return root
     if not (root / "weights" / ".metadata").exists():
-        hint = "save it as torch_dist with its NeMo (before 2.1 the format was zarr), or export it to HF"
+        hint = "save it as torch_dist with its NeMo (before 2.1 the default was zarr), or export it to HF"
         raise UnsupportedError(f"{root} is a NeMo 2 checkpoint with weights in another format than torch_dist", hint)
     return root / "weights"
 
@@ -307,10 +307,10 @@ def tracked_iteration(root: Path) -> Path:
         missing = f"{root / TRACKER} contains {text!r}, but {path.name}/ is missing"
         if (step := root / f"global_step_{text}").is_dir():
             raise UsageError(missing, f"this is a run of verl: {_hint_below(step) or f'look into {step}'}")
-        raise MissingError(missing, "the save was interrupted, or the directory was moved")
+        raise MissingError(missing, "restore this directory: the save was interrupted, or it was moved")
     files_below(path, root)
     if (path / "model" / ".metadata").exists() and not (path / ".metadata").exists():
-        hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and give the result"
+        hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and pass the result"
         raise UnsupportedError(f"{path} was saved by miles' FSDP trainer, not by Megatron", hint)
     return path
 
@@ -321,7 +321,7 @@ def tracker_text(root: Path) -> str:
     try:
         return read_regular(root / TRACKER, _MAX_TRACKER).decode(errors="replace").strip()
     except OSError as error:
-        hint = "it must be a file with `release` or an iteration number"
+        hint = "write a file with `release` or an iteration number there"
         raise CkptkitError(f"{root / TRACKER}: {error.strerror}", hint) from error
 
 
@@ -330,8 +330,8 @@ def _why_not(root: Path) -> str:
     if not inside:
         return "the directory is empty"
     if any(ITERATION.fullmatch(name) or name == "release" for name in inside):
-        return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
-    expected = "expected config.json with *.safetensors, or a Megatron directory with .metadata"
+        return f"pass one of the iterations in it, or restore {TRACKER}"
+    expected = "pass a directory with config.json and *.safetensors, or with .metadata (Megatron)"
     return other_weights(root) or _hint_below(root) or expected
 
 

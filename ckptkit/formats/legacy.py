@@ -59,8 +59,8 @@ class LegacyFiles:
         for name, value in _stamp_of(file).items():
             if value != self._stamp[name]:
                 first = min(other.name for other in self.path.iterdir() if LEGACY_RANK.fullmatch(other.name))
-                message = f"{file.path} was saved with {name} {value}, {first} with {self._stamp[name]}"
-                raise DamagedError(message, "two saves were mixed: copy one of them again")
+                message = f"{file.path} was saved with {name} {value}, but {first} with {self._stamp[name]}"
+                raise DamagedError(message, "copy all files of one save again: two saves are mixed")
         tp, pp, ep = self._place(entry)
         chunks = tuple(_chunk(file, content) for content in _models(file))
         # The optimizer in the pickle may be large, and is not needed.
@@ -76,7 +76,7 @@ class LegacyFiles:
             if numbers[0] < self.sizes.tp and pp < self.sizes.pp and ep < self.sizes.ep:
                 return numbers[0], pp, ep
         message = f"{entry} is not a rank of {self.sizes} in the training arguments"
-        raise DamagedError(message, "two saves were mixed: copy one of them again")
+        raise DamagedError(message, "copy all files of one save again: two saves are mixed")
 
     def _check_complete(self) -> None:
         for pp in range(self.sizes.pp):
@@ -86,7 +86,7 @@ class LegacyFiles:
             required = itertools.product(range(self.sizes.ep), range(self.sizes.etp))
             lost += [self._name(None, pp, ep) for ep, etp in required if (etp, ep) not in experts]
             if lost:
-                hint = f"the run was {self.sizes}; copy all of its mp_rank directories"
+                hint = f"copy all mp_rank directories of the run ({self.sizes})"
                 raise MissingError(f"{self.path} lacks {', '.join(lost)}", hint)
 
     def _name(self, tp: int | None, pp: int, ep: int | None) -> str:
@@ -103,18 +103,18 @@ class LegacyFiles:
 def _args_of(file: SavedFile) -> Mapping[str, Any]:
     stored = file.content.get("args") if isinstance(file.content, dict) else None
     if stored is None or not hasattr(stored, "__dict__"):
-        hint = "they determine the layers of a rank; was it saved by Megatron-LM?"
+        hint = "save it with Megatron-LM, which stores these arguments: they determine the layers of a rank"
         raise DamagedError(f"{file.path} has no training arguments", hint)
     if not is_bounded(args := dict(vars(stored))):
-        raise DamagedError(f"{file.path}: its training arguments are not bounded")
+        raise DamagedError(f"{file.path}: its training arguments are too many or nested too deeply")
     return args
 
 
 def _size(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
     value = args.get(name) if args.get(name) is not None else default
     if type(value) is not int or not 0 < value <= _MAX_RANKS:
-        message = f"{file.path}: the training argument {name} is {value!r}"
-        raise CkptkitError(message, "the file is damaged; copy it again")
+        message = f"{file.path}: the training argument {name} is {value!r}, not 1 to {_MAX_RANKS}"
+        raise CkptkitError(message, "copy this file again: it is damaged")
     return value
 
 
@@ -137,7 +137,7 @@ def _stamp_of(file: SavedFile) -> dict[str, Any]:
     """Values that all files of a save share. Raises CkptkitError unless q, k and v are in megatron-core's order."""
     args, content = _args_of(file), file.content
     if (version := content.get("checkpoint_version", 0)) != 3.0:
-        hint = "the order of q, k and v is only known for 3.0: save it with a Megatron-LM that writes 3.0"
+        hint = "save it with a Megatron-LM that writes 3.0: only there is the order of q, k and v known"
         raise CkptkitError(f"{file.path}: checkpoint_version {version} is not supported", hint, code="unsupported")
     stamp = {"iteration": content.get("iteration"), "num_layers": args.get("num_layers")}
     return {**stamp, "parallel sizes": str(_sizes_of(file))}
@@ -148,8 +148,8 @@ def _models(file: SavedFile) -> list[Mapping[str, Any]]:
     found = {key for key in file.content if re.fullmatch(r"model\d*", str(key))}
     names = ["model"] if "model" in found else [f"model{index}" for index in range(len(found))]
     if not found or found != set(names) or not all(isinstance(file.content[name], dict) for name in names):
-        hint = "expected `model`, or `model0`, `model1` and so on; copy it again"
-        raise CkptkitError(f"{file.path} holds {', '.join(sorted(found)) or 'no model'}", hint)
+        hint = "copy this file again: it should contain `model`, or `model0`, `model1` and so on"
+        raise CkptkitError(f"{file.path} contains {', '.join(sorted(found)) or 'no model'}", hint)
     return [file.content[name] for name in names]
 
 
@@ -162,7 +162,7 @@ def _chunk(file: SavedFile, content: Mapping[str, Any]) -> dict[str, SavedTensor
             message = f"{file.path}: {name} is a dict, so the model is older than megatron-core"
             raise CkptkitError(message, "convert it with Megatron-LM's tools/checkpoint first")
         if _LEGACY_GROUPED.fullmatch(name):
-            message = f"{file.path}: {name} holds all experts of a rank (GroupedMLP)"
+            message = f"{file.path}: {name} contains all experts of a rank (GroupedMLP)"
             raise CkptkitError(message, "save it with --ckpt-format torch_dist")
         if not name.endswith(_EXTRA):
             tensors[name] = file.tensor(value, name)

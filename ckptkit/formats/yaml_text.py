@@ -40,13 +40,13 @@ def parse(text: str) -> Tree:
         for event in yaml.parse(text, Loader=_LOADER):  # `compose` recurses without a limit
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise _error(event, f"more than {MAX_DEPTH} levels")
+                raise _error(event, f"values are nested more than {MAX_DEPTH} levels deep")
         document = yaml.compose(text, Loader=_LOADER)
         tree = {} if document is None else _tree(document, 0, itertools.count(1))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except LookupError as error:  # of `!!bool x`
-        raise ValueError(f"{error} is not of the type that its tag names") from error
+        raise ValueError(f"{error} does not have the type of its tag") from error
     return {} if isinstance(tree, Scalar) and tree.value is None else tree
 
 
@@ -59,9 +59,9 @@ def values(tree: Tree) -> Any:
 
 def _tree(node: yaml.Node, depth: int, count: Iterator[int]) -> Tree:
     if depth > MAX_DEPTH:  # also of an alias in its own anchor
-        raise _error(node, f"more than {MAX_DEPTH} levels, aliases expanded")
+        raise _error(node, f"values are nested more than {MAX_DEPTH} levels deep, with aliases expanded")
     if next(count) > MAX_VALUES:
-        raise _error(node, f"more than {MAX_VALUES} values, aliases expanded")
+        raise _error(node, f"the file has more than {MAX_VALUES} values, with aliases expanded")
     if isinstance(node, yaml.ScalarNode):
         construct = _CONSTRUCTORS.get(node.tag)
         return Scalar(node.value, construct(node) if construct else node.value, node.start_mark.line + 1)
@@ -73,7 +73,7 @@ def _tree(node: yaml.Node, depth: int, count: Iterator[int]) -> Tree:
     for key, item in node.value:
         value = _tree(item, depth + 1, count)
         if not isinstance(key, yaml.ScalarNode):
-            raise _error(key, "a key that is not a word")
+            raise _error(key, "a key is not a string")
         if key.tag == f"{_TAG}merge":
             merged.append(value if isinstance(value, list) else [value])
         elif key.value in tree:
@@ -82,7 +82,7 @@ def _tree(node: yaml.Node, depth: int, count: Iterator[int]) -> Tree:
             tree[key.value] = value
     for base in itertools.chain.from_iterable(reversed(merged)):
         if not isinstance(base, dict):
-            raise _error(node, "<< with something that is not a mapping")
+            raise _error(node, "the value of << is not a mapping")
         for name, value in base.items():
             tree.setdefault(name, value)
     return tree

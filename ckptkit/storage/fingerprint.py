@@ -58,4 +58,4 @@ def require_unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) 
 def _check(folders: Iterable[Path], counts: Counts, before: str, cause: Exception | None) -> None:
     if fingerprint(folders, counts) != before:
         paths = " or ".join(map(str, folders))
-        raise ChangedError(f"{paths} changed while it was read", "run again when nothing writes there") from cause
+        raise ChangedError(f"{paths} changed while it was read", "run again when no program writes to it") from cause

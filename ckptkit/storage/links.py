@@ -61,4 +61,4 @@ def fetch_again(root: Path) -> str:
     if (snapshot := snapshot_of(root)) is None:
         return "copy the targets of the links too (`cp -rL`), or download them again"
     name, revision = snapshot
-    return f"the blobs of this snapshot are missing: `hf download {name} --revision {revision}` fetches them again"
+    return f"run `hf download {name} --revision {revision}`: blobs of this snapshot are missing"

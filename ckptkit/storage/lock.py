@@ -76,14 +76,14 @@ def _acquire(path: Path) -> int:
             raise
         os.close(descriptor)
         time.sleep(_PAUSE_S)
-    raise CkptkitError(f"{path} is repeatedly removed", "start no other runs with this destination")
+    raise CkptkitError(f"another program removes {path} repeatedly", "run no other program in its directory")
 
 
 def _held(path: Path, descriptor: int, outcome: str) -> CkptkitError:
-    hint = "wait until it has ended, or choose another destination"
+    hint = "wait until that run has ended, or choose another destination"
     if outcome == "no locks":
         hint += f"; this file system has no locks: if that process is dead, remove {path}"
-    return CkptkitError(f"another run is writing there: {_holder(path, descriptor)} holds {path}", hint)
+    return CkptkitError(f"another run writes to this destination: {_holder(path, descriptor)} holds {path}", hint)
 
 
 def _open(path: Path) -> tuple[int, bool]:
@@ -107,7 +107,7 @@ def _require_file(path: Path, descriptor: int) -> None:
 
 
 def _unusable(path: Path, why: str | None) -> CkptkitError:
-    hint = "this lock file prevents two runs from writing to one destination: make its directory writable, or remove it"
+    hint = "make its directory writable, or remove this lock file, which keeps two runs from writing to one destination"
     return CkptkitError(f"{path}: {why}", hint)
 
 
@@ -139,4 +139,4 @@ def _write_holder(path: Path, descriptor: int) -> None:
         os.pwrite(descriptor, f"ckptkit: pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise CkptkitError(f"{path}: {error.strerror}", "free some space there") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "free some space on that disk") from error

@@ -44,7 +44,7 @@ def read_regular(path: Path, limit: int) -> bytes:
         if len(content) > size:
             content += file.read(limit + 1 - len(content)) or b""
     if max(size, len(content)) > limit:
-        raise OSError(errno.EFBIG, f"{max(size, len(content))} bytes, but at most {limit} are read", str(path))
+        raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes, but at most {limit} are read", str(path))
     return content
 
 
@@ -55,4 +55,4 @@ def kind_of(entry: os.stat_result) -> str:
 
 def _require_regular(entry: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(entry.st_mode):
-        raise OSError(errno.EINVAL, f"no regular file, but {kind_of(entry)}", str(path))
+        raise OSError(errno.EINVAL, f"not a regular file, but {kind_of(entry)}", str(path))

@@ -50,12 +50,12 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
                 folders.append((relative, around))
             elif os.path.exists(entry) and not os.path.isfile(entry):
                 message = f"{entry.path} is not a regular file, but {kind_of(os.stat(entry.path))}"
-                raise ForeignFileError(message, "put the file of the release in its place, or move it elsewhere")
+                raise ForeignFileError(message, "replace it with the file of the release, or move it elsewhere")
             else:
                 found.append(relative)
             if len(relative.parts) > MAX_DEPTH or count > MAX_FILES:
-                much = f"more than {MAX_FILES} files" if count > MAX_FILES else f"folders more than {MAX_DEPTH} deep"
-                raise CkptkitError(f"{root} holds {much}", "move everything else out of the checkpoint's directory")
+                much = f"more than {MAX_FILES} files" if count > MAX_FILES else f"folders over {MAX_DEPTH} levels deep"
+                raise CkptkitError(f"{root} contains {much}", "move files that are not the checkpoint's elsewhere")
     return sorted(found)
 
 
@@ -113,7 +113,7 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
                 return
         why = f"which is outside {bound}"
     target = shown if os.path.isabs(shown) else f"{shown} ({real})"
-    hint = "copy the file in its place (`cp -rL` copies a directory so), or remove the link"
+    hint = "replace the link with the file (`cp -rL` copies a directory in this way), or remove it"
     raise ForeignFileError(f"{link} is a link to {target}, {why}", hint)
 
 

@@ -40,11 +40,11 @@ _RAISED = (
     ("huggingface_hub.errors", "HFValidationError"),
 )
 _LOGIN = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of an account that may",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of an account with access",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
+    "hf": "set HF_TOKEN, or run `hf auth login`, with an account that has access",
 }
-_OTHER_LOGIN = "give the credentials that its fsspec library requires"
+_OTHER_LOGIN = "set the credentials that its fsspec library requires"
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
 _LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub", "az": "adlfs"}
 _ALIAS = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
@@ -61,7 +61,7 @@ def refuse_credentials(url: str) -> None:
     """Raises UsageError for a URL with a user, a password or a secret in its query, which libraries could print."""
     if (public := public_url(url)) != url:
         login = _LOGIN.get(_scheme(url), _OTHER_LOGIN)
-        raise UsageError(f"{public} contains credentials, which are not read from URLs", f"leave them out, and {login}")
+        raise UsageError(f"{public} contains credentials, which are not read", f"remove them, and {login}")
 
 
 def path_or_url(path: str | Path) -> str | Path:
@@ -94,9 +94,9 @@ class Store:
     def __post_init__(self) -> None:
         refuse_credentials(self.url)
         if "::" in self.url:
-            raise CkptkitError(f"{self.url} is a chain of URLs, which is not read", "give the URL of the store itself")
+            raise CkptkitError(f"{self.url} is a chain of URLs, which is not supported", "pass the URL of the store")
         if (scheme := _scheme(self.url)) not in _STORES:
-            hint = "give s3://, gs://, hf:// or az://, or download it"
+            hint = "pass s3://, gs://, hf:// or az://, or download the checkpoint"
             raise CkptkitError(f"{self.url}: {scheme}:// is not a supported store", hint)
 
     @cached_property
@@ -159,8 +159,8 @@ class Store:
             size = int(filesystem.info(f"{root}/{name}")["size"])
             content: bytes = b"" if size > limit else filesystem.cat_file(f"{root}/{name}")
         if max(size, len(content)) > limit:
-            message = f"{self.at(name)}: {max(size, len(content))} bytes, but at most {limit} are read"
-            raise CkptkitError(message, "no such file of a checkpoint is that large: copy the right one there")
+            message = f"{self.at(name)} has {max(size, len(content))} bytes, but ckptkit reads at most {limit}"
+            raise CkptkitError(message, "upload the right file: this file is never so large in a checkpoint")
         return content
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
@@ -173,7 +173,7 @@ class Store:
             for start, end, content in zip(starts, ends, self._ranges(name, offset, starts, ends), strict=True):
                 if len(content) > end - start:
                     message = f"{self.at(name)}: the store sends the complete file instead of the requested part"
-                    raise CkptkitError(message, "download it, and give the directory")
+                    raise CkptkitError(message, "download the checkpoint, and pass its directory")
                 buffer[start : start + len(content)] = content
                 if len(content) < end - start:
                     return start + len(content)
@@ -201,8 +201,8 @@ class Store:
             filesystem.put_file(str(file), f"{root}/{name}", **parts)
             size = filesystem.info(f"{root}/{name}")["size"]
         if size != file.stat().st_size:
-            message = f"{self.at(name)} has {size} bytes after the upload of {file.stat().st_size}"
-            raise CkptkitError(message, "run again; is something else writing there?")
+            message = f"{self.at(name)} has {size} bytes after an upload of {file.stat().st_size}"
+            raise CkptkitError(message, "run again when no other program writes to it")
 
     def write(self, name: str, content: bytes) -> None:
         """Stores a small file."""
@@ -250,7 +250,7 @@ def _below(root: str, path: str) -> str:
     """The name of `path` relative to `root`, or empty for `root`. Raises CkptkitError for a key outside of it."""
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
-        raise CkptkitError(f"{root} holds {path!r}, which is not a file of this directory", "rename it in the store")
+        raise CkptkitError(f"{root} contains {path!r}, which is not a file of this directory", "rename it in the store")
     return name
 
 
@@ -275,18 +275,18 @@ def _raised() -> tuple[type[Exception], ...]:
 def _next(url: str, error: Exception) -> str:
     scheme = _scheme(url)
     if isinstance(error, ImportError):
-        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install the packages that it names"
+        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install the packages in this message"
     if isinstance(error, NotImplementedError):
-        return "this kind of store does not support that; use another, or a local directory"
+        return "use another store or a local directory: this kind of store does not support it"
     login = _LOGIN.get(scheme, _OTHER_LOGIN)
     if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
         return login
     if isinstance(error, FileNotFoundError):
         return "check the URL" + (f"; if the repository is private or gated, {login}" if scheme == "hf" else "")
     if type(error).__name__ == "OfflineModeIsEnabled":
-        return "HF_HUB_OFFLINE is set: unset it, or name a local directory"
+        return "unset HF_HUB_OFFLINE, or pass a local directory"
     if isinstance(error, ValueError):
-        return "check the URL: the part after :// is not in the form of this store"
+        return "check the URL: the part after :// is not valid for this store"
     endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""
     account = f"; if it is not public, {login}" if isinstance(error, TimeoutError) else ""
     return f"check the network{endpoint}{account}; then run again"

@@ -54,31 +54,31 @@ def check_destination(
 
 def _check_name(path: Path, target: Path) -> None:
     if not target.name or path.name in ("", "..") or path.is_symlink():
-        raise CkptkitError(f"{path} cannot be a destination", "name a new directory, not a link, `.` or `..`")
+        raise CkptkitError(f"{path} cannot be a destination", "pass a new directory, not a link, `.` or `..`")
     if not target.parent.is_dir():
         raise CkptkitError(f"{path.parent} does not exist", "create it first")
 
 
 def _overlap(path: Path, source: Path) -> CkptkitError:
-    return CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination next to it")
+    return CkptkitError(f"{path} overlaps the source {source}", "choose a destination outside of it")
 
 
 def _check_existing(target: Path, overwrite: bool, resume: bool) -> None:
     """Raises CkptkitError for existing output that may only be replaced or continued with an option."""
     partial, aside = _partial(target), _aside(target)
     if target.exists() and not overwrite:
-        hint = "choose another destination, or replace it with --overwrite"
+        hint = "choose another destination, or pass --overwrite to replace it"
         if resume and partial.is_dir():
             hint = f"{_resume_hint(target)}, or start again with --overwrite"
         raise CkptkitError(f"{target} exists already", hint)
     if overwrite or resume:
         return
     if partial.is_dir() and not partial.is_symlink():
-        hint = "continue it (--resume), replace it (--overwrite), or choose another destination"
+        hint = "pass --resume to continue that run or --overwrite to replace it, or choose another destination"
         raise CkptkitError(f"{partial} exists already: a run was interrupted", hint)
     if (aside / _OLD).exists():
-        message = f"{aside / _OLD} holds the old files of {target}, because a run that replaced them was interrupted"
-        raise CkptkitError(message, f"rename it to {target.name} to keep it, or replace it with --overwrite")
+        message = f"{aside / _OLD} has the old files of {target}, because a run that replaced them was interrupted"
+        raise CkptkitError(message, f"rename it to {target.name} to keep these files, or pass --overwrite")
 
 
 def _check_replaceable(target: Path) -> None:
@@ -112,7 +112,7 @@ def finish_published(path: Path, identity: Mapping[str, Any], fault_of: Callable
             if written == partial:  # it will be written again
                 return False
             message = f"{target} exists already, written by this command, but {fault}"
-            raise CkptkitError(message, "restore that, or write it again with --overwrite")
+            raise CkptkitError(message, "restore it, or pass --overwrite to write the checkpoint again")
         if os.path.lexists(aside):
             _require_own_aside(aside)
         if written == partial:
@@ -170,7 +170,7 @@ def _write_directory(path: Path, identity: Mapping[str, Any], resume: bool) -> I
         kept = _describe_complete(partial, path) if is_complete else _keep_or_remove(partial, path, journal, error)
         if isinstance(error, OSError):
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "free some space there" if is_full else "check the paths and their permissions"
+            hint = "free some space on that disk" if is_full else "check the paths and their permissions"
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
         error.add_note(kept)
         raise
@@ -181,13 +181,13 @@ def _remove_old(path: Path, before: _Listing) -> None:
     """Removes the old files of a complete `path`, unless they have changed since `before`."""
     aside = _aside(path)
     if (aside / _OLD).exists() and (changed := _changed(before, aside / _OLD)):
-        message = f"{path} is complete, but the old files were written during the run ({changed}), so they are kept"
-        raise CkptkitError(message, f"they are in {aside / _OLD}: move out the files you need, and remove {aside}")
+        message = f"{path} is complete, but another program changed the old files during the run ({changed})"
+        raise CkptkitError(message, f"move the files you need out of {aside / _OLD}, and remove {aside}")
     try:
         _recover(path)
     except OSError as error:
         message = f"{path} is complete, but the old files cannot be removed: {error}"
-        raise CkptkitError(message, f"remove {aside} yourself") from error
+        raise CkptkitError(message, f"remove {aside}") from error
     except BaseException as error:
         error.add_note(f"{path} is complete; the rest of {aside} can be removed")
         raise
@@ -210,7 +210,7 @@ def _keep_or_remove(partial: Path, path: Path, journal: Journal, error: BaseExce
         kept = f"{partial} keeps {count} finished file(s)"
         if path.exists():
             return f"{kept}: {_resume_hint(path)}; the same command starts again"
-        return f"{kept}: give the same command with --resume to continue"
+        return f"{kept}: run the same command with --resume to continue"
     try:
         require_replaceable(partial, is_partial=True)
         _remove_partial(partial)
@@ -223,7 +223,7 @@ def _keep_or_remove(partial: Path, path: Path, journal: Journal, error: BaseExce
 
 def _resume_hint(path: Path) -> str:
     """The next step to finish a run that replaces `path`."""
-    return f"to continue, move {path} away and give the same command with --resume instead of --overwrite"
+    return f"to continue, move {path} away and run the same command with --resume instead of --overwrite"
 
 
 def _remove_partial(partial: Path) -> None:
@@ -261,7 +261,7 @@ def _replace(partial: Path, path: Path, before: _Listing) -> None:
             os.rename(path, aside / _OLD)
             if changed := _changed(before, aside / _OLD):
                 message = f"{path} was written during the run ({changed}), so it is not replaced"
-                raise CkptkitError(message, "let no other program write there")
+                raise CkptkitError(message, "run again when no other program writes to it")
         os.rename(partial, path)
     except BaseException:
         # Restored, unless another program has created `path`.
@@ -307,7 +307,7 @@ def _require_own_aside(aside: Path) -> None:
     """Raises CkptkitError unless a run created the directory `aside` and its contents may be removed."""
     names = {entry.name for entry in aside.iterdir()} if aside.is_dir() and not aside.is_symlink() else {""}
     if not names <= {_MARK, _OLD, _GONE} or (names and _MARK not in names):
-        message = f"{aside} is in the way: the old files are kept there until the new output is complete"
-        raise CkptkitError(message, "move it away, or choose another destination")
+        message = f"{aside} exists already, but ckptkit needs this name for the old files during the run"
+        raise CkptkitError(message, "move it elsewhere, or choose another destination")
     if (aside / _OLD).exists():
         require_replaceable(aside / _OLD)

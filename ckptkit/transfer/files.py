@@ -163,7 +163,7 @@ class Stream:
         self._crc = zlib_ng.crc32(part, self._crc) if extent.crc is not None else 0
         if self._at == extent.nbytes:
             if extent.crc is not None and self._crc != extent.crc:
-                hint = "the file was damaged after it was written; copy it again"
+                hint = "copy the file again: it was damaged after it was written"
                 raise DamagedError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
             self._left.pop()
             self._at, self._crc = 0, 0

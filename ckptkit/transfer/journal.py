@@ -77,10 +77,10 @@ class Journal:
         before = read_json(self._folder / _ASKED)
         if differ := [key for key in {**before, **identity} if before.get(key) != identity.get(key)]:
             key = differ[0]
-            why = f"its {key} was {_short(before.get(key))}, and is {_short(identity.get(key))} now"
+            why = f"its {key} was {_short(before.get(key))}, but is {_short(identity.get(key))} now"
             if key == "source":  # only a digest
                 why = "files of its source were written, moved or copied since (their paths, sizes or times differ)"
-            hint = "give the same command and source, or start again with --overwrite"
+            hint = "run the same command with the same source, or pass --overwrite to start again"
             raise CkptkitError(f"{self._root} cannot be resumed: {why}", hint)
 
     def begin_run(self) -> str:
@@ -107,7 +107,7 @@ class Journal:
     def check_goes_on(self) -> None:
         """Raises CkptkitError if another run has begun here after that of this process."""
         if not self._is_active:
-            hint = "the task's output is not used; check the result of that run"
+            hint = "check the result of that run: this task's output is not used"
             raise CkptkitError(f"{self._root}: the run of this task has ended", hint)
 
     @property

@@ -123,7 +123,7 @@ def _header(path: Path) -> bytes:
             length = int.from_bytes(file.read(8), "little")
             return file.read(min(length, MAX_HEADER))
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "copy it again") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "copy this file again") from error
 
 
 def check_new_manifest(target: Path, checkpoint: str | Path) -> None:
@@ -131,10 +131,10 @@ def check_new_manifest(target: Path, checkpoint: str | Path) -> None:
     if not target.parent.is_dir():
         raise CkptkitError(f"{target.parent} does not exist", "create it first")
     if target.name in LOADED:
-        raise CkptkitError(f"{target} has a name that loaders read", "choose another name")
+        raise CkptkitError(f"{target} would be loaded as part of the checkpoint", "choose another name")
     if target.exists():
-        hint = f"compare with it: `ckptkit verify {checkpoint} --manifest {target}`; or choose another --output"
-        raise CkptkitError(f"{target} exists already, and manifests are never replaced", hint)
+        hint = f"run `ckptkit verify {checkpoint} --manifest {target}` to compare, or choose another --output"
+        raise CkptkitError(f"{target} exists already, but manifests are never replaced", hint)
 
 
 def has_identity(path: Path, identity: Mapping[str, Any]) -> bool:
@@ -170,10 +170,10 @@ def read_manifest(path: Path) -> Manifest:
     content = read_json(path)
     if content.get("schema") != SCHEMA:
         message = f"{path} has schema {content.get('schema')!r}, not {SCHEMA!r}"
-        raise CkptkitError(message, "name a ckptkit.json, or the output of `ckptkit manifest`")
+        raise CkptkitError(message, "pass a ckptkit.json, or the output of `ckptkit manifest`")
     tensors, files = content.get("tensors"), content.get("files")
     if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
-        raise CkptkitError(f"{path} has no digests", "make one of the sound checkpoint with `ckptkit manifest`")
+        raise CkptkitError(f"{path} has no digests", "run `ckptkit manifest` on the sound checkpoint")
     if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):
         raise CkptkitError(f"{path}: the digest of {wrong} is not a BLAKE3", _RESTORE)
     found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}

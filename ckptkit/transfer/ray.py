@@ -92,7 +92,7 @@ def _check_reachable(address: str) -> None:
     """Raises CkptkitError if nothing answers: Ray would retry for minutes."""
     if address.startswith("ray://"):
         hint = "run this on a node of the cluster, with --ray host:port or only --ray"
-        raise CkptkitError(f"{address} is an address for Ray's client", hint)
+        raise CkptkitError(f"{address} is an address for Ray's client, which ckptkit does not use", hint)
     match = re.fullmatch(r"(.+):(\d+)", address)
     if match is None:  # "auto", "local", or an error of Ray
         return
@@ -104,7 +104,7 @@ def _check_reachable(address: str) -> None:
 
 def _not_reached(address: str, error: Exception) -> CkptkitError:
     message = f"no connection to the Ray cluster at {address}: {words_of(error)}"
-    return CkptkitError(message, "give the address that `ray start --head` printed, or only --ray")
+    return CkptkitError(message, "pass the address that `ray start --head` printed, or only --ray")
 
 
 PIECE = 1_000_000_000  # most bytes of neighbours in one task
@@ -126,7 +126,7 @@ def cpus(ray: Any) -> int:
 def check_gpus(ray: Any) -> None:
     """Raises CkptkitError if the cluster has no GPU."""
     if ray.cluster_resources().get("GPU", 0) < 1:
-        raise CkptkitError("the Ray cluster has no GPUs", "leave out --device cuda: the bytes are the same")
+        raise CkptkitError("the Ray cluster has no GPUs", "remove --device cuda: the bytes are the same")
 
 
 def pieces_of(sizes: Mapping[Part, int], workers: int) -> list[list[Part]]:
@@ -190,7 +190,7 @@ def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
         raise
     except ray.exceptions.RayError as error:
         message = f"Ray lost the task of {summarize(piece)} {RETRIES + 1} times: {words_of(error)}"
-        raise CkptkitError(message, "has every node enough memory?") from error
+        raise CkptkitError(message, "check that every node has enough memory") from error
     if refused is not None:
         raise CkptkitError(refused, "install the same version on every node of the cluster")
     return outcome

@@ -55,8 +55,8 @@ _WEIGHT = re.compile(rf".*\.(safetensors|bin|pth|gguf|distcp)|.*{re.escape(LEGAC
 # The part of a name that differs among the files of one set of weights.
 _NUMBER = re.compile(rf"\d+(?=-of-\d+\.|\.pth$|(_\d+)?\.distcp$|(_\d+)*/{re.escape(LEGACY_FILE)}$)")
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?\.")
-_OUT = "move it out of there, or choose another destination"
-_ELSEWHERE = "choose another destination, or move it away first"
+_OUT = "move these files elsewhere, or choose another destination"
+_ELSEWHERE = "choose another destination, or move this directory elsewhere first"
 
 
 class Contents(Protocol):
@@ -95,10 +95,10 @@ class _Directory:
         path = self._root / name
         try:
             if name.endswith(".safetensors"):
-                return None if scan_shard(path).specs else f"{name} has no header of safetensors"
+                return None if scan_shard(path).specs else f"{name} has no safetensors header"
             if name.endswith(".gguf"):
                 with open_regular(path) as file:
-                    return None if file.read(4) == b"GGUF" else f"{name} is not GGUF"
+                    return None if file.read(4) == b"GGUF" else f"{name} is not a GGUF file"
             keys: Iterable[str] = ()
             if _METADATA.fullmatch(name):
                 keys = read_metadata(path.parent).keys
@@ -139,12 +139,12 @@ def require_checkpoint(path: object, names: Collection[str], contents: Contents)
         message = f"{path} contains other files than a checkpoint's, so it is not replaced: {summarize(others)}"
         raise CkptkitError(message, _OUT)
     if changed := sorted(name for name in unknown if contents.digest(name) != listed[name]):
-        message = f"{path} holds files changed since {MANIFEST} was written, so it is not replaced"
+        message = f"{path} contains files changed since {MANIFEST} was written, so it is not replaced"
         raise CkptkitError(f"{message}: {summarize(changed)}", _OUT)
     set_of = _sets_of_weights(names, layout, shards)
     if firsts := _additional_sets(set_of, listed, contents):
-        message = f"{path} holds weights of several checkpoints, so it is not replaced: {summarize(firsts)}"
-        raise CkptkitError(message, "move all but one of them out of there, or choose another destination")
+        message = f"{path} contains weights of several checkpoints, so it is not replaced: {summarize(firsts)}"
+        raise CkptkitError(message, "move all but one of these checkpoints elsewhere, or choose another destination")
     if (why := _why_not(names, contents, {*layout, *listed})) is not None:
         raise CkptkitError(f"{path} is not a checkpoint, so it is not replaced: {why}", _ELSEWHERE)
 
@@ -220,7 +220,7 @@ def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
             raise CkptkitError(message, _OUT)
         return
     if iterations := sorted({name for name, _ in below if ITERATION.fullmatch(name)}):
-        message = f"{path} holds iterations of a training run, so it is not replaced: {summarize(iterations)}"
+        message = f"{path} contains iterations of a training run, so it is not replaced: {summarize(iterations)}"
         raise CkptkitError(message, _ELSEWHERE)
     if is_partial:  # a run was killed while it removed its journal, last
         files = [name for name in files if not is_of_journal(name)]
@@ -228,7 +228,7 @@ def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
         directory = _Directory(path)
         require_checkpoint(path, files, directory)
         if directory.optimizer is not None:
-            message = f"{path} holds the optimizer of a training run, so it is not replaced: {directory.optimizer}"
+            message = f"{path} contains the optimizer of a training run, so it is not replaced: {directory.optimizer}"
             raise CkptkitError(message, _ELSEWHERE)
 
 

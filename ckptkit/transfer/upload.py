@@ -58,7 +58,7 @@ class Upload:
     def finish(self) -> None:
         """Completes the checkpoint. Raises CkptkitError without a config.json."""
         if "config.json" not in self._held:
-            raise CkptkitError(f"{self._store.url}: config.json was never put", "put every file of the directory")
+            raise CkptkitError(f"{self._store.url}: config.json was not uploaded", "upload every file of the directory")
         self._remove_old()
         for name in filter(self._held.__contains__, _LAST):
             self._uploaded.append(name)
@@ -71,7 +71,7 @@ class Upload:
         try:
             _remove(self._store, self._uploaded)
         except CkptkitError:
-            return f"{self._store.url} may still hold files of it: replace them with --overwrite"
+            return f"{self._store.url} may still have files of this upload: pass --overwrite to replace them"
         return f"the old files at {self._store.url} have been removed" if self._replaced else "nothing was left behind"
 
     def _remove_old(self) -> None:
@@ -115,9 +115,7 @@ def new_upload(
         except BaseException as error:
             result = upload.discard()
             if isinstance(error, OSError):
-                hint = (
-                    f"files are complete in {tempfile.gettempdir()} before the upload: free space there, or set TMPDIR"
-                )
+                hint = f"free space in {tempfile.gettempdir()}, where files are before the upload, or set TMPDIR"
                 raise CkptkitError(f"writing {url}: {error}", f"{hint}; {result}") from error
             error.add_note(result)
             raise
@@ -131,11 +129,11 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
     store = Store(url)
     for source in sources:
         if source is not None and is_url(source) and store.overlaps(Store(source)):
-            raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination next to it")
+            raise CkptkitError(f"{url} overlaps the source {source}", "choose a destination outside of it")
     sizes = {name: int(entry["size"]) for name, entry in store.files().items()} if store.top() else {}
     if sizes and not overwrite:
         why = "holds an unfinished upload, which may still be running" if _PARTIAL in sizes else "exists already"
-        raise CkptkitError(f"{url} {why}", "choose another destination, or replace it with --overwrite")
+        raise CkptkitError(f"{url} {why}", "choose another destination, or pass --overwrite to replace it")
     if sizes and _PARTIAL not in sizes:
         require_checkpoint(url, sizes, _Stored(store, sizes))
     return list(sizes)
@@ -161,12 +159,12 @@ class _Stored:
 
     def fault(self, name: str) -> str | None:
         if not name.endswith(".safetensors"):
-            return f"{name} is not safetensors, and no other weights are checked here"
+            return f"{name} is not safetensors, the only weights that ckptkit checks at URLs"
         with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
             header = Path(folder) / "header"
             fetch_header(self.store, name, self.sizes[name], header)
             found = scan_shard(header, RemoteFile(self.store.url, name, self.sizes[name]))
-        return None if found.specs else f"{name} has no header of safetensors"
+        return None if found.specs else f"{name} has no safetensors header"
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:

@@ -28,21 +28,21 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
     Raises CkptkitError for features that Megatron's MLA does not have.
     """
     if "q_lora_rank" not in config:
-        hint = "it must be null if queries are not compressed; compare it with the release"
+        hint = "restore q_lora_rank from the release (null: queries are not compressed)"
         raise CkptkitError("config.json has no 'q_lora_rank'", hint)
-    why = "Megatron's has no biases; no released model has them"
+    why = "Megatron's latent attention has no biases; no released model has them"
     require(config, "latent attention", {"attention_bias": False}, why)
-    require(config, "latent attention", {"rope_interleave": True}, "Megatron's rotates dimensions in pairs")
+    require(config, "latent attention", {"rope_interleave": True}, "Megatron's rotates only interleaved pairs")
     heads = integer(config, "num_attention_heads")
-    if integer(config, "num_key_value_heads", heads) != heads:
-        message = f"config.json: num_key_value_heads is not {heads}, the value of num_attention_heads"
-        raise CkptkitError(message, "latent attention has one key and value head per query head")
+    if (key_values := integer(config, "num_key_value_heads", heads)) != heads:
+        message = f"config.json: num_key_value_heads is {key_values}, but num_attention_heads is {heads}"
+        raise CkptkitError(message, "make them equal: latent attention has one key-value head per query head")
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
-        hint = "qk_rope_head_dim is the number of rotary dimensions"
+        hint = "remove partial_rotary_factor: qk_rope_head_dim is the number of rotary dimensions"
         raise unsupported("partial_rotary_factor with latent attention", hint)
     rope = integer(config, "qk_rope_head_dim")
     if rotary != (rope != 0):
-        raise unsupported(f"qk_rope_head_dim {rope}", "compare it with the release")
+        raise unsupported(f"qk_rope_head_dim {rope}", "compare qk_rope_head_dim with the release")
     return Mla(
         q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
         kv_rank=integer(config, "kv_lora_rank"),
@@ -88,16 +88,16 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
     """
     kind = rope["rope_type"]
     if kind != "yarn":
-        message = f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments"
-        raise CkptkitError(message, "Megatron only supports yarn", code="unsupported")
+        message = f"config.json: Megatron has no arguments for rope scaling {shortened(kind)} with latent attention"
+        raise CkptkitError(message, "start from a model with yarn: Megatron has no other scaling", code="unsupported")
     for key, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, only) not in (only, None):
             raise CkptkitError(
-                f"config.json: yarn with {key} {shortened(rope[key])} has no Megatron arguments",
-                "training would run a different model",
+                f"config.json: Megatron has no arguments for yarn with {key} {shortened(rope[key])}",
+                "remove it only if you mean to train a different model",
                 code="unsupported",
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     if bool(mscale) != bool(all_dim):
-        hint = "transformers ignores one without the other, but Megatron and SGLang do not"
+        hint = "set both or neither: transformers ignores a single one, Megatron and SGLang apply it"
         raise unsupported(f"yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g}", hint)

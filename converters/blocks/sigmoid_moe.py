@@ -26,7 +26,7 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
     require(config, str(config.get("model_type")), _ONLY)
     shared = integer(config, "n_shared_experts")
     if shared < 1:
-        raise unsupported(f"{config.get('model_type')} with n_shared_experts {shared}", "all releases have one")
+        raise unsupported(f"{config.get('model_type')} with n_shared_experts {shared}", "all releases have 1")
     experts = read_experts(config, "n_routed_experts")
     return {
         **experts,
@@ -45,13 +45,13 @@ def _groups(config: Mapping[str, Any], experts: int, top_k: int) -> dict[str, An
     """
     groups, top_groups = integer(config, "n_group"), integer(config, "topk_group")
     if not 0 < top_groups <= groups or experts % groups:
-        message = f"config.json: {top_groups} of {groups} groups of {experts} experts is invalid"
+        message = f"config.json: n_group {groups} with topk_group {top_groups} and {experts} experts is invalid"
         raise CkptkitError(message, "compare n_group and topk_group with the release")
     if groups > 1 and top_k // top_groups != 2:
         raise unsupported(
             f"{top_k} experts per token out of {top_groups} groups",
-            f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; "
-            "no released model needs that",
+            f"compare topk_group and num_experts_per_tok with the release: Megatron would score a group by its best "
+            f"{top_k // top_groups} experts instead of 2",
         )
     return {"router_groups": groups, "router_top_groups": top_groups}
 
@@ -73,7 +73,7 @@ def dense_layers(config: Mapping[str, Any], without_kinds: tuple[int, ...] | Non
         dense = first if without_kinds is None else without_kinds
     if config.get(_FIRST) is not None and dense != first:
         raise CkptkitError(
-            f"config.json: the first {len(first)} layers are dense ({_FIRST}), but mlp_layer_types has {list(dense)}",
-            "make them agree: engines read the first key, transformers the second, or a default of its class",
+            f"config.json: {_FIRST} makes {len(first)} layers dense, but mlp_layer_types layers {list(dense)}",
+            "make both agree: engines read the first key, transformers the second or its default",
         )
     return dense

@@ -34,7 +34,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError, naming the key, for values that are invalid or implausibly large."""
     for where, part in _parts(config):
         if len(part) > MAX_KEYS:
-            raise _wrong(where.rstrip(".") or "the top", f"{len(part)} keys", f"at most {MAX_KEYS:,}")
+            raise _wrong(f"{where.rstrip('.')} number of keys".strip(), len(part), f"at most {MAX_KEYS:,}")
         _check_kinds(where, part)
         _check_sizes(where, part)
 
@@ -59,9 +59,9 @@ def _check_kinds(where: str, part: Mapping[str, Any]) -> None:
             continue
         is_short = isinstance(value, list) and len(value) <= MAX_LAYERS
         if not is_short or not all(type(one) in (str, int) for one in value):
-            raise _wrong(where + key, part[key], f"a list of at most {MAX_LAYERS:,} words or numbers")
+            raise _wrong(where + key, part[key], f"a list of at most {MAX_LAYERS:,} strings or numbers")
     if not isinstance(part.get("index_topk_pattern"), (str, list, type(None))):
-        raise _wrong(where + "index_topk_pattern", part["index_topk_pattern"], "a word of F and S, or a list")
+        raise _wrong(where + "index_topk_pattern", part["index_topk_pattern"], "a string of F and S, or a list")
     for key in ("dtype", "torch_dtype"):
         value = part.get(key)
         if value is not None and (type(value) is not str or not _DTYPES.fullmatch(value)):

@@ -71,7 +71,7 @@ class LinearAttention:
         require_positive(self)
         if self.value_heads % self.key_heads:
             raise CkptkitError(
-                f"config.json: {self.value_heads} value heads do not divide into {self.key_heads} key heads"
+                f"config.json: {self.value_heads} value heads are not a multiple of {self.key_heads} key heads"
             )
 
     @property
@@ -99,7 +99,7 @@ class Mamba:
     def __post_init__(self) -> None:
         require_positive(self)
         if self.heads % self.groups:
-            raise CkptkitError(f"config.json: {self.heads} Mamba heads do not divide into {self.groups} groups")
+            raise CkptkitError(f"config.json: {self.heads} Mamba heads are not a multiple of n_groups {self.groups}")
 
     @property
     def inner(self) -> int:
@@ -218,14 +218,14 @@ class ModelDims:
             raise wrong("the number of multi-token prediction layers", self.mtp_layers, f"at most {self.layers}")
         if self.experts and not (0 < self.top_k <= self.experts and self.expert_ffn):
             raise CkptkitError(
-                f"config.json: {self.top_k} experts a token out of {self.experts}, each of {self.expert_ffn} features",
+                f"config.json: {self.top_k} of {self.experts} experts per token of size {self.expert_ffn} is invalid",
                 "compare num_experts_per_tok and moe_intermediate_size with the release",
             )
         if self.heads % self.groups:
-            message = f"{self.heads} attention heads do not divide into {self.groups} key-value heads"
+            message = f"{self.heads} attention heads are not a multiple of {self.groups} key-value heads"
             raise CkptkitError(f"config.json: {message}")
         if set(self.dense_layers) - set(range(self.layers)):
-            raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
+            raise CkptkitError(f"config.json: dense layer {max(self.dense_layers)} is not one of {self.layers} layers")
 
     @property
     def all_layers(self) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def require(
         if isinstance(value, bool) and not isinstance(actual, bool) and actual is not None:
             raise wrong(key, actual, "true or false")
         if actual not in allowed or isinstance(actual, bool) != isinstance(allowed[0], bool):
-            hint = why or f"the releases have {as_json(allowed[0])}"
+            hint = why or f"the releases have {key} {as_json(allowed[0])}"
             raise unsupported(f"{model} with {key} {as_json(actual)}", hint)
 
 
@@ -82,7 +82,7 @@ def agreed(
     values = {key: read(config, key) for key in keys if config.get(key) is not None}
     if len(set(values.values())) > 1:
         message = f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in values.items())}"
-        raise CkptkitError(message, "make them equal: each engine reads one of them")
+        raise CkptkitError(message, "make these keys equal: each engine reads only one")
     return next(iter(values.values())) if values else read(config, keys[0], default)
 
 
@@ -113,8 +113,8 @@ def agreed_by_layer(config: Mapping[str, Any], spellings: Mapping[str, Mapping[A
         if (kinds := kinds_of_layers(config, key, tuple(words))) is not None:
             lists[key] = tuple(words[kind] for kind in kinds)
     if len(set(lists.values())) > 1:
-        message = f"config.json: {' and '.join(lists)} name different layers"
-        raise CkptkitError(message, "make them agree: each engine reads one of them")
+        message = f"config.json: {' and '.join(lists)} describe different layers"
+        raise CkptkitError(message, "make these keys agree: each engine reads only one")
     return next(iter(lists.values()), None)
 
 
@@ -126,7 +126,7 @@ def places(kinds: Iterable[Any], *selected: Any) -> tuple[int, ...]:
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     value = config.get(key)
     if value is None and default is _REQUIRED:
-        hint = f"a {config.get('model_type', 'rope')} config requires it; compare it with the release"
+        hint = f"restore it from the release; a {config.get('model_type', 'rope')} config requires it"
         raise CkptkitError(f"config.json has no {key!r}", hint)
     return default if value is None else value
 
@@ -158,7 +158,7 @@ def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str,
     if not isinstance(text, Mapping) or (model_types and text.get("model_type") not in model_types):
         kinds = f" of {' or '.join(model_types)}" if model_types else ""
         raise CkptkitError(
-            f"config.json: {config.get('model_type')} without a text_config{kinds}", "restore it from the release"
+            f"config.json: {config.get('model_type')} has no text_config{kinds}", "restore it from the release"
         )
     return text
 
@@ -201,8 +201,8 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 def without_windows(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError if a Qwen config enables sliding windows, which `sliding_window` does not do by itself."""
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
-        hint = "no released model uses it; set it to false if you train with contexts shorter than the window"
-        raise unsupported(f"{config['model_type']} with use_sliding_window or such layers in layer_types", hint)
+        hint = "remove them if you train with shorter contexts than the window; no release has them"
+        raise unsupported(f"{config['model_type']} with sliding windows (use_sliding_window, layer_types)", hint)
 
 
 def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
@@ -217,8 +217,8 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
             raise wrong(key, value, "an object")
     theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
     if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
-        message = f"config.json: rope_theta is {theta4} but {theta5} in rope_parameters"
-        raise CkptkitError(message, "transformers v4 reads the first and v5 the second; make them equal")
+        message = f"config.json: rope_theta is {theta4}, but in rope_parameters it is {theta5}"
+        raise CkptkitError(message, "make both equal: transformers v4 reads the first and v5 the second")
     rope = {**v4, **v5}
     rope["rope_theta"] = number(v5, "rope_theta", number(config, "rope_theta", default_theta))
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
@@ -235,8 +235,8 @@ def rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
     fractions |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
     if len(fractions) > 1:
         raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} differs: "
-            f"{sorted(fractions)} of a head",
-            "SGLang reads the first and transformers v5 the second; make them equal",
+            f"config.json: rotary_dim {config.get('rotary_dim')} (head_dim {head_dim}) and {key} rotate different "
+            f"fractions of a head: {sorted(fractions)}",
+            "make both equal: SGLang reads the first and transformers v5 the second",
         )
     return fractions.pop() if fractions else 1.0

@@ -62,12 +62,12 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
 
     Raises CkptkitError for an indexer that Megatron does not support, or that transformers and SGLang read differently.
     """
-    require(config, "an indexer", _ONLY, "Megatron's indexer does not support it")
+    require(config, "an indexer", _ONLY, "Megatron's indexer does not support this value")
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
             "config.json has no 'indexer_rope_interleave'",
-            "without it SGLang rotates the indexer's heads as halves, newer transformers in pairs; "
-            "GLM-5's releases have true",
+            "restore it from the release (GLM-5: true): without it SGLang rotates the indexer's heads as halves, newer "
+            "transformers in pairs",
         )
     if mla.q_rank is None:
         raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
@@ -97,14 +97,14 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
     if config.get(key) is not None:
         every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
-            message = f"config.json: an indexer every {every} layers from layer {first} on is invalid"
-            raise CkptkitError(message, "compare it with the release")
+            message = f"config.json: {key} {every} with index_skip_topk_offset {first} is invalid"
+            raise CkptkitError(message, "compare both with the release")
         given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
     own = agreed_by_layer(given, dict.fromkeys(("indexer_types", "index_topk_pattern", key), _KINDS))
     own = (True,) * layers if own is None else own
     if own and not own[0]:
         raise CkptkitError(
-            "config.json: the first layer shares an indexer, but no layer precedes it", "compare it with the release"
+            "config.json: layer 0 shares the indexer of an earlier layer", "compare the list with the release"
         )
     return own
 
@@ -117,8 +117,8 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     later = [layer for layer in range(first, len(own)) if own[layer]]
     every = (later[0] if later else len(own)) + 1 - first
     if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
-        message = "an indexer in layers without a fixed distance"
-        raise unsupported(message, "Megatron has no arguments for such a pattern")
+        message = "an indexer in layers at an irregular distance"
+        raise unsupported(message, "Megatron only has arguments for an indexer in every Nth layer")
     return every, first
 
 
@@ -165,7 +165,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
     if dims.mtp_layers > 1 and len(dims.indexer.layers) < dims.layers:  # type: ignore[union-attr]
         message = f"{dims.mtp_layers} multi-token prediction layers with shared indexers"
-        raise unsupported(message, "Megatron would share the indexer of the first; no released model has more than one")
+        raise unsupported(message, "Megatron would use the first one's indexer in all; no release has more than one")
     return dims
 
 

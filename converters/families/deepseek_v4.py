@@ -49,7 +49,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a deepseek_v4 config. Source: transformers `DeepseekV4Config`, SGLang `models/deepseek_v4.py`."""
     require(config, "deepseek_v4", {"n_shared_experts": 1, "num_nextn_predict_layers": (1, 0)})
     if drafts := sorted(key for key in config if key.startswith("dspark_")):
-        why = "multi-token prediction layers of DSpark differ from those of the first releases"
+        why = "ckptkit reads the multi-token prediction layers of the first releases, not those of DSpark"
         raise unsupported(f"deepseek_v4 with {drafts[0]}", why)
     layers, expert_ffn = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     hashed = min(integer(config, "num_hash_layers", 3), layers)
@@ -83,7 +83,7 @@ def _ratios(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         if isinstance(stated := config.get(key), list):
             kinds = kinds_of_layers({**config, key: stated[:layers]}, key, tuple(known)) or ()
             return tuple(known[kind] for kind in kinds)
-    raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config requires it")
+    raise CkptkitError("config.json has no 'compress_ratios'", "restore it: a deepseek_v4 config requires it")
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:

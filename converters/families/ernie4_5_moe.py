@@ -26,7 +26,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     Raises CkptkitError for experts in every other layer, which transformers and SGLang count from different layers.
     """
     require(config, "ernie4_5_moe", {"use_bias": False})
-    why = "transformers counts from layer -1, SGLang from the first with experts; the releases have 1"
+    why = "the releases have 1; for others, transformers and SGLang place the experts in different layers"
     require(config, "ernie4_5_moe", {"moe_layer_interval": 1}, why)
     layers, expert_ffn = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     first, last = integer(config, "moe_layer_start_index", 1), integer(config, "moe_layer_end_index", -1)
@@ -61,7 +61,7 @@ FAMILIES = (
         passthrough=("model.mtp_",),
         release=Release(classes={"Router": "Ernie4_5_MoeTopKRouter"}),
         unwitnessed=MegatronGap(
-            "its router selects by softmax and a bias, Megatron's by sigmoid and one", "Megatron-Bridge"
+            "its router adds a bias to softmax scores, Megatron's only to sigmoid scores", "Megatron-Bridge"
         ),
     ),
 )

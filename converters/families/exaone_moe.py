@@ -43,11 +43,11 @@ def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     layers = integer(config, "num_hidden_layers")
     sliding = sliding_layers({**config, "layer_types": config.get("layer_types") or ()}, 4)
     if config.get("sliding_window") is None or not sliding:
-        message = "exaone_moe without layers with a sliding window (sliding_window, layer_types)"
-        raise unsupported(message, "transformers then leaves rotary embedding out of every layer, SGLang out of none")
+        message = "exaone_moe without sliding-window layers (sliding_window, layer_types)"
+        raise unsupported(message, "restore them: transformers would rotate no layer, SGLang every layer")
     windows = [config["sliding_window"] if layer in sliding else 0 for layer in range(layers)]
     only = {"sliding_windows": windows, "swiglu_limits": ([0] * layers, [], None)}
-    require(config, "exaone_moe", only, "Megatron has one window and one limit for all layers", strict=True)
+    require(config, "exaone_moe", only, "Megatron has one window and one SwiGLU limit for all layers", strict=True)
     return sliding
 
 
@@ -61,7 +61,7 @@ def dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     if routed is not None and routed != [layer not in dense for layer in range(layers)]:
         raise CkptkitError(
             f"config.json: is_moe_layer is {shortened(routed)}, but layers {list(dense)} of {layers} are dense",
-            "SGLang and vLLM read the first, transformers mlp_layer_types or first_k_dense_replace; make them agree",
+            "make them agree: SGLang and vLLM read the first, transformers mlp_layer_types or first_k_dense_replace",
         )
     return dense
 

@@ -50,7 +50,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     nested = config["model_type"] == "gemma3"
     given = text_config_of(config) if nested else config
     text = _DEFAULTS | {key: value for key, value in given.items() if value is not None}
-    require(text, "gemma3", _ONLY, "Megatron's attention and MLP would be another model's")
+    require(text, "gemma3", _ONLY, "Megatron's attention and MLP would compute another model")
     full, local_theta = _ropes(text)
     scalar = number(text, "query_pre_attn_scalar", 256)
     if scalar <= 0:
@@ -86,8 +86,8 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
     if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
         raise unsupported(
-            f"gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} in those with a window",
-            "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
+            f"gemma3 with rope {full['rope_type']!r} in full and {local['rope_type']!r} in sliding-window layers",
+            "Megatron-Bridge's model only has the releases' rope: linear in full, default in sliding-window layers",
         )
     if full["rope_type"] == "linear":
         number(full, "factor")  # raises if it is missing

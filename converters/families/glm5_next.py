@@ -125,6 +125,6 @@ FAMILIES = (
         passthrough=("model.visual.",),
         # No class of transformers 5.12 says which of its modules are Linear layers.
         release=None,
-        unwitnessed=MegatronGap("its delta attention, hyper-connections and pooled indexer are in none", None),
+        unwitnessed=MegatronGap("Megatron lacks its delta attention, hyper-connections and pooled indexer", None),
     ),
 )

@@ -89,7 +89,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     net, layers = _linear_attention(text)
     mla = read_mla(text)
     if mla.q_rank is None:
-        raise unsupported("kimi_k3 with q_lora_rank null", "the release has 1536")
+        raise unsupported("kimi_k3 with q_lora_rank null", "the release has q_lora_rank 1536")
     known = {name: text[key] for name, key in _DEEPSEEK.items() if key in text}
     if integer(text, "attn_res_block_size") < 1:
         raise wrong("attn_res_block_size", text["attn_res_block_size"], "positive")
@@ -120,7 +120,7 @@ def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
     lists = [given.get(key) for key in ("kda_layers", "full_attn_layers")]
     stated = [layer for one in lists if isinstance(one, list) for layer in one]
     if len(stated) != count or any(type(layer) is not int for layer in stated) or {*stated} != {*range(1, count + 1)}:
-        message = f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once"
+        message = f"config.json: kda_layers and full_attn_layers together do not have each layer from 1 to {count} once"
         raise CkptkitError(message, "compare both with the release")
     known = {"num_heads": _HEADS, "use_full_rank_gate": True}
     require({**dict.fromkeys(known), **given}, "kimi_k3.linear_attn_config", known, strict=True)
@@ -197,7 +197,7 @@ FAMILIES = (
         # No class of transformers says which of its modules are Linear layers.
         release=None,
         unwitnessed=MegatronGap(
-            "its delta attention, aggregated residuals and activation are in none", "Megatron-Bridge"
+            "Megatron lacks its delta attention, aggregated residuals and activation", "Megatron-Bridge"
         ),
     ),
 )

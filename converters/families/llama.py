@@ -24,8 +24,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         with_bias, without = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
         raise unsupported(
             f"llama with {with_bias} but without {without}",
-            "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); "
-            "Megatron has no arguments for this model",
+            "Megatron has one switch for the biases of o_proj and MLP (--disable-bias-linear)",
         )
     return base_dims(config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias)
 

@@ -22,7 +22,7 @@ _ROOT = "language_model.model."
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mistral config. Source: transformers `MistralConfig` (the default window is 4096)."""
-    require(config, "mistral", {"layer_types": None}, "attention that differs by layer makes it a ministral model")
+    require(config, "mistral", {"layer_types": None}, "use model_type ministral for attention that differs by layer")
     return base_dims(config, window=window_of(config, absent=4096))
 
 

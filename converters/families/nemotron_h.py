@@ -53,13 +53,13 @@ def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent
         raise unsupported(f"{as_string} {shortened(letters)}", f"each layer must be one of {' '.join(sorted(known))}")
     if len(set(found.values())) > 1:
         message = f"config.json: {as_list} and {as_string} describe different layers"
-        raise CkptkitError(message, "take both from the release: each engine reads one of them")
+        raise CkptkitError(message, "restore both from the release: each engine reads only one")
     if not found and absent is None:
-        raise CkptkitError(f"config.json has neither {as_list!r} nor {as_string!r}", "compare it with the release")
+        raise CkptkitError(f"config.json has neither {as_list!r} nor {as_string!r}", "restore one from the release")
     pattern = next(iter(found.values()), absent) or ""
     if not 0 < len(pattern) <= MAX_LAYERS:
         raise CkptkitError(
-            f"config.json: invalid number of layers: {len(pattern)}", f"compare {as_list} with the release"
+            f"config.json: {as_list} has {len(pattern)} layers, not 1 to {MAX_LAYERS}", "compare it with the release"
         )
     return pattern
 
@@ -185,10 +185,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     mtp_layers = integer(config, "num_nextn_predict_layers", 0)
     mtp_pattern = read_pattern(config, *_MTP, absent="*E") if mtp_layers else ""
     if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
-        raise wrong("num_hidden_layers", config["num_hidden_layers"], f"the {len(pattern)} that the pattern names")
+        raise wrong("num_hidden_layers", config["num_hidden_layers"], f"{len(pattern)}, the length of the pattern")
     if not set(mtp_pattern) <= set(pattern):
-        message = f"a multi-token prediction layer with kinds ({mtp_pattern}) that the model's layers do not have"
-        raise unsupported(message, "no released model has one")
+        message = f"a multi-token prediction pattern ({mtp_pattern}) with other kinds of layers than the decoder"
+        raise unsupported(message, "compare it with the release")
     text = {
         **config,
         "num_hidden_layers": len(pattern),

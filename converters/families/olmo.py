@@ -47,6 +47,6 @@ FAMILIES = (
         olmoe_mappings,
         release=Release(classes={"Router": "OlmoeTopKRouter"}),
         # No release that was read has it.
-        unwitnessed=MegatronGap("its norms of q and k run over all heads, Megatron's over one", "Megatron-Bridge"),
+        unwitnessed=MegatronGap("its norms of q and k span all heads, Megatron's one head", "Megatron-Bridge"),
     ),
 )

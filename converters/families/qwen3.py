@@ -54,7 +54,7 @@ def read_omni_dims(config: Mapping[str, Any]) -> ModelDims:
     whole = config["model_type"] == "qwen3_omni_moe"
     thinker = config.get("thinker_config") if whole else config
     if not isinstance(thinker, Mapping):
-        raise CkptkitError("config.json: qwen3_omni_moe without a thinker_config", "restore it from the release")
+        raise CkptkitError("config.json: qwen3_omni_moe has no thinker_config", "restore it from the release")
     text, _ = text_part({**thinker, "model_type": config["model_type"]})
     require(text, config["model_type"], {"attention_bias": False, "sliding_window": None})
     before = _THINKER if whole else ""

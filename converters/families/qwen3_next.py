@@ -32,8 +32,8 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     by_interval = [_KINDS[(layer + 1) % interval == 0] for layer in range(count)]
     kinds = kinds_of_layers({**config, "layer_types": config.get("layer_types") or by_interval}, "layer_types", _KINDS)
     if "full_attention_interval" in config and kinds != by_interval:
-        message = f"config.json: layer_types differs from full_attention_interval {interval} for {count} layers"
-        raise CkptkitError(message, "transformers reads the first and SGLang the second; make them agree")
+        message = f"config.json: layer_types ({count} layers) contradicts full_attention_interval {interval}"
+        raise CkptkitError(message, "make both agree: transformers reads the first and SGLang the second")
     return LinearAttention(
         key_heads=integer(config, "linear_num_key_heads"),
         value_heads=integer(config, "linear_num_value_heads"),
@@ -62,9 +62,9 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     last = integer(config, "num_hidden_layers") - 1
     if count and last in linear.layers:
         raise unsupported(
-            f"a multi-token prediction layer after a last decoder layer ({last}) with linear attention",
-            "Megatron builds both with the same attention, but `mtp` has full attention; "
-            "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+            f"multi-token prediction after linear attention in the last decoder layer ({last})",
+            "set mtp_num_hidden_layers to 0 and remove the mtp tensors: Megatron would build `mtp` as the last layer, "
+            "not with full attention",
         )
     return count
 

@@ -44,7 +44,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     every = {"num_hidden_layers": layers + mtp, "layer_types": cut}
     kinds = kinds_of_layers(every, "layer_types", (_FULL, _SLIDING)) or []
     if not isinstance(enumerated, str) or not re.fullmatch(r"\s*\d{1,4}(\s*,\s*\d{1,4})*\s*", enumerated):
-        raise wrong("moe_layers_enum", enumerated, "a string of layers with commas between")
+        raise wrong("moe_layers_enum", enumerated, "a string of layer numbers with commas")
     sparse, other = set(map(int, enumerated.split(","))), text.get("attention_other_setting")
     if not isinstance(other, Mapping):
         raise wrong("attention_other_setting", other, "an object")
@@ -130,7 +130,7 @@ _TEXT = ModelFamily(
     read_dims,
     mappings,
     release=_RELEASE,
-    unwitnessed=MegatronGap("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
+    unwitnessed=MegatronGap("megatron-core has no heads or rotary settings per layer, and no gate per head", None),
 )
 FAMILIES = (
     _TEXT,

@@ -159,4 +159,4 @@ def indexer_first(args: Args) -> Any:
 
 def indexer_rope(args: Args) -> Any:
     """The value as text; without the argument, Megatron's modules are older than 0.19."""
-    return str(args.get("dsa_indexer_rope_interleaved", "nothing, as before 0.19: there it turns other rows"))
+    return str(args.get("dsa_indexer_rope_interleaved", "missing: Megatron before 0.19 rotates other rows"))

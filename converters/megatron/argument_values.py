@@ -63,9 +63,9 @@ def refuse_inexpressible(dims: ModelDims) -> None:
         or (kind == "linear" and (dims.local_rope_theta is not None or number(rope, "factor").is_integer()))
     ):
         return
-    hint = "remove the scaling if it is only for longer contexts than you train with"
-    message = f"config.json: rope scaling {shortened(kind)} with these values has no Megatron arguments"
-    raise CkptkitError(message, f"training would run a different model; {hint}", code="unsupported")
+    hint = "remove the scaling if you only train with shorter contexts"
+    message = f"config.json: Megatron has no arguments for rope scaling {shortened(kind)} with these values"
+    raise CkptkitError(message, f"{hint}; else Megatron would train a different model", code="unsupported")
 
 
 def _scaling(dims: ModelDims) -> Any:

@@ -51,11 +51,11 @@ def launch_flags(args: Mapping[str, Any]) -> list[str]:
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
     lines = [
-        f"set args.{row.name} = {args[row.name]} (else {row.default}) before the model is built"
+        f"set args.{row.name} = {args[row.name]} (default {row.default}) before the model is built"
         for row in ARGUMENTS
         if row.printed == "comment" and args.get(row.name, row.default) != row.default
     ]
-    return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(NO_ARGUMENT_KEY, ()))]
+    return flags + [f"# no flag for this: {line}" for line in (*lines, *args.get(NO_ARGUMENT_KEY, ()))]
 
 
 def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -108,7 +108,7 @@ def _gate(dims: ModelDims) -> Iterator[str]:
     if dims.activation == "gelu_pytorch_tanh":
         yield (
             "the gated MLP of gelu's tanh approximation: set config.gated_linear_unit = True and "
-            "config.activation_func = megatron.core.activations.fast_gelu (--swiglu is another gate)"
+            "config.activation_func = megatron.core.activations.fast_gelu (--swiglu sets another gate)"
         )
 
 
@@ -116,32 +116,32 @@ def _rope(dims: ModelDims) -> Iterator[str]:
     if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
         if dims.rope_scaling["factor"] != LLAMA3_FACTOR:
             factor = f"rope scaling by {dims.rope_scaling['factor']:g} (--use-rope-scaling scales by {LLAMA3_FACTOR:g})"
-            yield f"{factor}: hand rope_scaling_factor to GPTModel in gpt_builders.py"
+            yield f"{factor}: pass rope_scaling_factor to GPTModel in gpt_builders.py"
         return
     if dims.local_rope_theta is None:
         return
-    base = f"a rotary base of {dims.local_rope_theta:g} in layers with a window (--rotary-base is that of the others)"
-    yield f"{base}: Megatron-Bridge's Gemma3RotaryEmbedding"
+    base = f"a rotary base of {dims.local_rope_theta:g} in sliding-window layers (--rotary-base is for the others)"
+    yield f"{base}: use Megatron-Bridge's Gemma3RotaryEmbedding"
     if dims.rope_scaling is not None:
-        factor = f"linear rope scaling by {dims.rope_scaling['factor']:g} in layers without a window"
-        yield f"{factor}: rope_scaling_factor of Megatron-Bridge's Gemma3ModelProvider"
+        factor = f"linear rope scaling by {dims.rope_scaling['factor']:g} in full-attention layers"
+        yield f"{factor}: set rope_scaling_factor of Megatron-Bridge's Gemma3ModelProvider"
 
 
 def _attention(dims: ModelDims) -> Iterator[str]:
     if dims.attention_scale is not None and dims.attention_scale != dims.head_dim**-0.5:
-        usual = f"(else {dims.head_dim**-0.5}, of the head size)"
+        usual = f"(default {dims.head_dim**-0.5}, from the head size)"
         yield f"the scale of attention: set config.softmax_scale = {dims.attention_scale} {usual}"
     if dims.query_scale_from is not None:
         scale = f"queries scaled by their position from token {dims.query_scale_from:,} on"
-        yield f"{scale} (up to there Megatron computes the same model): Megatron-Bridge's attention for Ministral 3"
+        yield f"{scale} (Megatron computes shorter contexts alike): use Megatron-Bridge's attention for Ministral 3"
     if dims.qk_norm_full:
-        norms = "query and key norms over all heads at once (--qk-layernorm has one a head)"
-        yield f"{norms}: a layer spec of slime or Megatron-Bridge for this model"
+        norms = "query and key norms over all heads at once (--qk-layernorm has one per head)"
+        yield f"{norms}: use a layer spec of slime or Megatron-Bridge for this model"
 
 
 def _modules(dims: ModelDims) -> Iterator[str]:
     if dims.embedding_scale is not None:
-        yield f"embeddings times {dims.embedding_scale:g}: Megatron-Bridge's Gemma3LanguageModelEmbedding"
+        yield f"embeddings times {dims.embedding_scale:g}: use Megatron-Bridge's Gemma3LanguageModelEmbedding"
     if dims.sandwich == "linear":
         norms = "norms after attention and after the MLP, inside their last linear layers"
-        yield f"{norms}: Megatron-Bridge's TERowParallelLinearLayerNorm"
+        yield f"{norms}: use Megatron-Bridge's TERowParallelLinearLayerNorm"

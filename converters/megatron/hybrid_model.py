@@ -72,7 +72,7 @@ def refuse_gpt_only(dims: ModelDims) -> None:
     """Raises CkptkitError for a model that GPTModel supports but HybridModel (0.19.2) does not."""
     for reason in gpt_only(dims):
         message = f"Megatron's HybridModel does not support this model: {reason}"
-        raise CkptkitError(message, "leave out --dialect hybrid: GPTModel supports it", code="unsupported")
+        raise CkptkitError(message, "remove --dialect hybrid: GPTModel supports this model", code="unsupported")
 
 
 def refuse_hybrid_only(dims: ModelDims) -> None:
@@ -80,7 +80,7 @@ def refuse_hybrid_only(dims: ModelDims) -> None:
     if dims.pattern:
         raise CkptkitError(
             "Megatron's GPTModel does not support this model: each layer is only a mixer, attention, an MLP or experts",
-            "leave out --dialect, or give --dialect hybrid: HybridModel supports it",
+            "remove --dialect, or pass --dialect hybrid: HybridModel supports this model",
             code="unsupported",
         )
 
@@ -88,15 +88,15 @@ def refuse_hybrid_only(dims: ModelDims) -> None:
 def gpt_only(dims: ModelDims) -> Iterator[str]:
     """The reasons why HybridModel does not support a model that GPTModel supports, or nothing."""
     if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
-        yield "it has no rope scaling of Llama 3 (rope_scaling in config.json)"
+        yield "HybridModel has no rope scaling of Llama 3 (rope_scaling in config.json)"
     if dims.sandwich:
-        yield "its layers have no norms after attention and MLP"
+        yield "HybridModel has no norms after attention and MLP"
     if dims.qk_norm_full:
-        yield "its attention has no norm over all heads at once"
+        yield "HybridModel has no norm over all heads at once"
     if dims.mla is not None and dims.mla.q_rank is None:
-        yield "its latent attention puts a norm before linear_q_proj, which a model without q_lora_rank lacks"
+        yield "HybridModel has a norm before linear_q_proj, but a model without q_lora_rank does not"
     if dims.indexer is not None and len(dims.indexer.layers) < dims.layers:
-        yield "its layers do not share an indexer, unlike this model's"
+        yield "HybridModel's layers cannot share an indexer"
 
 
 def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -109,9 +109,9 @@ def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, i
     if dims.linear is not None:
         yield "linear attention (G)", (0, 17)
     if dims.indexer is not None:
-        yield "indexer that turns these rows (D)", (0, 19)
+        yield "indexer with the rotary layout of this model (D)", (0, 19)
     if vpp > 1:
-        yield "several chunks a pipeline stage", (0, 17)
+        yield "several chunks per pipeline stage", (0, 17)
     if dims.mla is not None:
         yield "latent attention (+)", (0, 19)
     elif dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "yarn":

@@ -77,8 +77,8 @@ def _read_equal(copies: Sequence[_Copy]) -> Tensor:
     for copy in copies[1:]:
         second = copy.rank.file.read(copy.tensor)
         if not torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (first, second))):
-            hint = "both are the same tensor of the model: one file is from another save, or the run went wrong"
-            raise CkptkitError(f"{copy} differs from {copies[0]}", hint)
+            hint = "copy both files again: one may be from another save; if not, the ranks diverged in training"
+            raise CkptkitError(f"{copy} differs from {copies[0]}, but both are copies of one tensor", hint)
     return first
 
 
@@ -134,14 +134,14 @@ def _name_tensors(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, li
     dims = dims_of(config)
     if (pattern := stored_pattern(files.args)) is not None:
         raise UnsupportedError(
-            f"{files.path} is a HybridModel (its layer pattern is {shortened(pattern)}) in the legacy format",
-            "ckptkit reads HybridModel's torch_dist: load it with Megatron and save with --ckpt-format torch_dist",
+            f"{files.path} is a HybridModel in the legacy format (layer pattern {shortened(pattern)})",
+            "load the checkpoint with Megatron, and save it with --ckpt-format torch_dist",
         )
     if files.args.get("num_layers") != dims.layers or dims.experts % files.sizes.ep:
         message = f"num_layers {files.args.get('num_layers')}, expert_model_parallel_size {files.sizes.ep}"
         raise CkptkitError(
             f"{files.path} was saved with {message}; config.json has {dims.layers} layers and {dims.experts} experts",
-            "name the right HF directory",
+            "pass the HF directory of this model with --hf",
         )
     names = frozenset(rule.megatron for dialect in (MCORE, "slime") for rule in rules_of(config, dialect))
     stages, count = Pipeline.from_args(files.args).stages, dims.experts // files.sizes.ep
@@ -149,7 +149,7 @@ def _name_tensors(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, li
     for rank in files.ranks:
         if len(stages[rank.pp]) != len(rank.chunks):
             message = f"{rank} has {len(rank.chunks)} model chunk(s), but its arguments have {len(stages[rank.pp])}"
-            raise CkptkitError(message, "copy it again")
+            raise CkptkitError(message, "copy this file again")
         experts = range(rank.ep * count, (rank.ep + 1) * count)
         for layers, tensors in zip(stages[rank.pp], rank.chunks, strict=True):
             if {int(match[1]) for local in tensors if (match := _LAYER.fullmatch(local))} != set(range(len(layers))):
@@ -164,8 +164,8 @@ def _global(rank: RankFile, local: str, layers: Sequence[int], experts: Sequence
     try:
         return global_name(local, layers, experts, names)
     except IndexError as error:
-        hint = "config.json is from another model, or the file from another run"
-        raise CkptkitError(f"{rank}: {local}: the rank has only {len(experts)} experts", hint) from error
+        hint = "pass the HF directory of this model with --hf, or copy the file again"
+        raise CkptkitError(f"{rank}: {local} is stored, but the rank has only {len(experts)} experts", hint) from error
 
 
 def _join(name: str, copies: Sequence[_Copy], rule: Rule | None, files: LegacyFiles) -> _Joined:
@@ -186,9 +186,9 @@ def _join(name: str, copies: Sequence[_Copy], rule: Rule | None, files: LegacyFi
     parts: dict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         if (copy.tensor.shape, copy.tensor.dtype) != (expected, first.dtype):
-            message = f"{copy} is {list(copy.tensor.shape)} {copy.tensor.dtype}, but by config.json and the training "
-            message += f"arguments it is {list(expected)} {first.dtype}"
-            raise CkptkitError(message, "name the right HF directory, or copy the file again")
+            message = f"{copy} is {list(copy.tensor.shape)} {copy.tensor.dtype}, but config.json and the training "
+            message += f"arguments require {list(expected)} {first.dtype}"
+            raise CkptkitError(message, "pass the HF directory of this model with --hf, or copy the file again")
         index = files.etp_rank(copy.rank.tp) if routed else copy.rank.tp
         parts[0 if axis is None else index].append(copy)
     spec = TensorSpec(name, shape, first.dtype)

@@ -134,29 +134,29 @@ def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
         yield from _undivided("intermediate_size", "rows of the dense MLP", dims.ffn, "tp", tp)
     if not dims.experts:
         if ep > 1:
-            message, hint = f"--ep {ep}, but this model has no experts", "leave --ep out for a dense model"
+            message, hint = f"--ep {ep}, but this model has no experts", "remove --ep: the model is dense"
             yield Refusal(
-                "ep", message, f"the number of experts that divides by ep = {ep}", "the number of experts = 0", hint
+                "ep", message, f"a number of experts that is divisible by ep = {ep}", "the number of experts = 0", hint
             )
         return
     yield from _undivided("moe_intermediate_size", "rows of an expert", dims.expert_ffn, "etp", etp)
     yield from _undivided("the shared experts' size", "rows of the shared experts", dims.shared_ffn, "tp", tp)
     yield from _undivided("the number of experts", "experts", dims.experts, "ep", ep)
     if dims.mlp_bias and etp > 1:
-        message, hint = "the experts of this model have biases", f"Megatron has those only with --etp 1{_IN_A_LAUNCH}"
+        message, hint = "the experts of this model have biases", f"pass --etp 1{_IN_A_LAUNCH}"
         yield Refusal("etp", f"--etp {etp}, but {message}", f"etp = 1, because {message}", f"etp = {etp}", hint)
 
 
-_IN_A_LAUNCH = " (in a launch --expert-tensor-parallel-size, which defaults to tp)"
+_IN_A_LAUNCH = " (in a launch script --expert-tensor-parallel-size, which defaults to tp)"
 
 
 def _undivided(setting: str, what: str, size: int, option: str, ranks: int) -> Iterator[Refusal]:
     """The refusal of a size (`setting` in a config, `what` in messages) that does not divide over the ranks."""
     if size % ranks:
-        message = f"{size} {what} do not divide by --{option} {ranks}"
+        message = f"{size} {what} are not divisible by --{option} {ranks}"
         hint = f"choose a --tp that divides {size}" if option == "tp" else f"choose an --{option} that divides {size}"
         hint += _IN_A_LAUNCH if option == "etp" else ""
-        yield Refusal(option, message, f"{setting} that divides by {option} = {ranks}", f"{setting} = {size}", hint)
+        yield Refusal(option, message, f"{setting} divisible by {option} = {ranks}", f"{setting} = {size}", hint)
 
 
 def check_sizes(sizes: ParallelSizes, dims: ModelDims) -> None:
@@ -167,5 +167,5 @@ def check_sizes(sizes: ParallelSizes, dims: ModelDims) -> None:
     if sizes.even and dims.layers % chunks:
         option = "--pp" if sizes.vpp == 1 else "--pp x --vpp"
         hint = f"choose a {option} that divides {dims.layers}"
-        raise CkptkitError(f"{dims.layers} layers do not divide by {option} {chunks}", hint)
+        raise CkptkitError(f"{dims.layers} layers are not divisible by {option} {chunks}", hint)
     sizes.pipeline(dims).stages  # noqa: B018 - a cached property that raises

@@ -67,10 +67,10 @@ class Pipeline:
         for field, value in fields.items():
             kind: type = {"embedding": bool, "loss": bool, "layout": object}.get(field, int)
             if not isinstance(value, kind):
-                hint = "the checkpoint or the launch script is damaged"
-                raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {shortened(value)}", hint)
+                hint = "compare it with the launch script; the checkpoint may be damaged"
+                raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {shortened(value)}, not valid", hint)
         if "layers" not in fields:
-            hint = "without it the layers of a pipeline stage are unknown"
+            hint = "add num_layers: the layers of a pipeline stage depend on it"
             raise CkptkitError("the training arguments have no num_layers", hint)
         return Pipeline(**fields)
 
@@ -81,7 +81,7 @@ class Pipeline:
         Raises CkptkitError if Megatron would reject these numbers.
         """
         if not all(0 < size <= _MAX_LAYERS for size in (self.layers, self.pp, self.vpp)):
-            raise self._refused("these numbers make no pipeline", "compare them with the launch script")
+            raise self._refused(f"pipeline sizes must be 1 to {_MAX_LAYERS}", "compare them with the launch script")
         # In the order of the layers: the first chunk of every stage, then the second, and so on.
         counts = self._count_layers() if self.layout is None else [letters.count("t") for letters in self._letters]
         spans = [tuple(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
@@ -90,27 +90,28 @@ class Pipeline:
     def _count_layers(self) -> list[int]:
         """The number of layers of each chunk, in the order of the layers."""
         if self.pp == 1 and (self.vpp > 1 or (self.first and self.last)):
-            raise self._refused("chunks or uneven stages in a pipeline of one stage", "they need at least two stages")
+            hint = "use at least two stages, or remove these arguments"
+            raise self._refused("a pipeline of one stage has chunks or uneven stages", hint)
         only = self.last if self.first is None else self.first
         ends = [self.first, *[None] * (self.pp - 2), self.last] if self.pp > 1 else [only]
         uneven = any(end is not None for end in ends)
         if uneven and (self.embedding or self.loss):
-            message = "the first or last stage is given, and embedding or loss count as layers"
-            raise self._refused(message, "Megatron accepts only one of the two")
+            message = "the size of the first or last stage is set, but embedding or loss counts as a layer"
+            raise self._refused(message, "remove one of the two: Megatron rejects both together")
         left = self.layers + self.embedding + self.loss - sum(end or 0 for end in ends)
         others = ends.count(None)
         if left < 0 or bool(left) != bool(others) or (others and left % others):
             subject, stages = (f"{left} layers", f"{others} other stages") if uneven else ("the layers", "stages")
-            hint = "or set the number of layers of the first or last (--decoder-last-pipeline-num-layers)"
+            hint = "or set the layers of the first or last stage (--decoder-last-pipeline-num-layers)"
             raise self._refused(
-                f"{subject} do not divide over the {stages}", f"choose another number of stages, {hint}"
+                f"{subject} cannot be split evenly over the {stages}", f"choose another number of stages, {hint}"
             )
         sizes = [left // others if end is None else end for end in ends]
         if self.vpp > 1 and not others:
-            message = "the first and last stage are given, but chunks need a stage between them"
-            raise self._refused(message, "leave one out: Megatron would divide by zero")
+            message = "the sizes of the first and last stage are set, but chunks need a stage between them"
+            raise self._refused(message, "remove one of them: Megatron would divide by zero")
         if any(size % self.vpp for size in sizes) or (uneven and 0 in sizes):
-            message = f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks"
+            message = f"stages of {', '.join(map(str, sizes))} layers cannot be split into {self.vpp} equal chunks"
             raise self._refused(message, "choose another --vpp")
         counts = [size // self.vpp for size in sizes] * self.vpp
         counts[0] -= self.embedding
@@ -121,22 +122,22 @@ class Pipeline:
     def _letters(self) -> list[str]:
         """The layout as one string of letters per chunk, in the order of the layers."""
         if self.first is not None or self.last is not None or self.embedding or self.loss:
-            hint = "leave the others out: Megatron rejects them"
-            raise self._refused("a layout is given together with other pipeline arguments", hint)
+            hint = "remove the other pipeline arguments: Megatron rejects them"
+            raise self._refused("pipeline_model_parallel_layout is set together with other pipeline arguments", hint)
         chunks = _expand_layout(self.layout)
         flat = "".join(chunks)
         if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
-            raise self._refused(f"the layout has {len(chunks)} stages", "it needs one per stage and chunk")
+            raise self._refused(f"the layout has {len(chunks)} parts", "write one per stage and chunk, with | between")
         if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
-            message = "the layout does not begin with its only E and end with its only L"
+            message = "the layout must have one E, at its start, and one L, at its end"
             raise self._refused(message, "compare it with the launch script")
         if flat.count("t") != self.layers or flat.count("m") != self.mtp:
             counts = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
             message = f"the layout has {counts}, but the model has {self.layers} and {self.mtp}"
             raise self._refused(message, "compare num_layers and mtp_num_layers")
         if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
-            hint = "Megatron requires them in the last chunk of one stage"
-            raise self._refused("multi-token prediction layers are not together behind all others", hint)
+            hint = "put all m after the last t, into the last chunk of one stage"
+            raise self._refused("the layout has an m (multi-token prediction) before a t or in several chunks", hint)
         return chunks
 
     def _refused(self, problem: str, hint: str) -> CkptkitError:
@@ -166,6 +167,6 @@ def _expand_layout(layout: Any) -> list[str]:
     else:
         chunks = ["?"]
     if set("".join(chunks)) - set(_LETTERS.values()):
-        hint = "it consists of E, t, m and L, | between stages, *n and parentheses"
+        hint = "use only E, t, m and L, | between stages, *n and parentheses"
         raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is not a layout", hint)
     return chunks

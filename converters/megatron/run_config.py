@@ -17,7 +17,7 @@ from ckptkit.formats import yaml_text
 from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.storage.regular import read_regular
 
-_AGAIN = "copy it from the run again"
+_AGAIN = "copy this file from the training run again"
 RUN_CONFIG, NEMO_MODEL = "run_config.yaml", "model.yaml"
 # A complete config has these keys. Without them, it is of a class with settings that ckptkit does not know.
 _COMPLETE = {"num_layers", "normalization", "layernorm_epsilon", "gated_linear_unit"}
@@ -90,7 +90,7 @@ def model_settings(file: Path) -> Mapping[str, Any]:
     key = "config" if file.name == NEMO_MODEL else "model"
     model = content.get(key) if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise DamagedError(f"{file} has no model settings", _AGAIN)
+        raise DamagedError(f"{file} has no object `{key}` of model settings", _AGAIN)
     # Since 2026 the settings of the layers are in a separate object.
     layers = model.get("transformer")
     return {**model, **layers} if isinstance(layers, dict) else model

@@ -29,7 +29,7 @@ class Op(Protocol):
 def chunk(tensor: Tensor, axis: int, rank: int, size: int) -> Tensor:
     """Part `rank` of `size` equal parts along `axis`. Raises CkptkitError if the axis does not divide."""
     if tensor.shape[axis] % size:
-        message = f"axis {axis} of {list(tensor.shape)} does not divide over {size} tensor-parallel ranks"
+        message = f"axis {axis} of a {list(tensor.shape)} tensor is not divisible by {size} tensor-parallel ranks"
         raise CkptkitError(message, "choose a smaller --tp")
     return tensor.chunk(size, dim=axis)[rank]
 
@@ -145,8 +145,8 @@ class Qkv:
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         # With more ranks than groups, each holds a part of a group's rows (megatron-core `Attention`).
         if self.groups % size and size % self.groups:
-            message = f"{self.groups} query groups do not divide over {size} tensor-parallel ranks"
-            raise CkptkitError(message, "choose a --tp that divides them")
+            message = f"{self.groups} query groups are neither a multiple nor a divisor of {size} tensor-parallel ranks"
+            raise CkptkitError(message, "choose a --tp that divides the query groups")
         return chunk(tensor, 0, rank, size)
 
 

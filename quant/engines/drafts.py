@@ -53,14 +53,14 @@ def missing_biases(draft: Draft, stored: Mapping[str, Any]) -> Iterator[tuple[st
     """Yields expected, actual and hint for biases that are stored or present in an engine's class, but not in both."""
     sglang, release = has_class("sglang", draft), registries()["sglang"].release
     if draft.version != 3 and sglang and "fc.bias" not in stored:
-        actual = f"not stored: {release} adds random numbers"
-        yield "fc.bias, which SGLang's class has", actual, "store one of zeros"
+        actual = f"missing: {release} adds random numbers"
+        yield "fc.bias, which SGLang's class has", actual, "store a bias of zeros"
     if draft.decoder != "llama" or not any(flag(draft.config, key, False) for key in ("attention_bias", "bias")):
         return
     if "layers.0.self_attn.o_proj.bias" not in stored:
         expected = "o_proj.bias, which engines give a decoder layer with attention_bias or bias true"
-        hint = "store zeros, or leave the key out of config.json"
-        yield expected, "not stored: it keeps uninitialized memory", hint
+        hint = "store a bias of zeros, or remove the key from config.json"
+        yield expected, "missing: engines use uninitialized memory", hint
     if draft.version == 3 and sglang:
-        actual = f"attention_bias true: {release} drops those of q, k and v"
-        yield "attention without biases, as SGLang's class has it", actual, "serve it with vLLM"
+        actual = f"attention_bias true: {release} drops the biases of q, k and v"
+        yield "attention without biases, as SGLang's class has it", actual, "serve the draft with vLLM"

@@ -63,7 +63,7 @@ _LATENT = (
     Dense(r".*\.shared_experts\..*", "SGLang reads the dense weight of the shared expert"),
 )
 # `Qwen3NextGatedDeltaNet` and Qwen3.5's have special loaders for dense parts.
-_LINEAR = (Dense(r".*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"),)
+_LINEAR = (Dense(r".*\.linear_attn\..*", "SGLang reshards the dense projections of linear attention"),)
 _DEEPSEEK = EngineClass(
     ("fused_qkv_a_proj_with_mqa",),
     dense=_LATENT,

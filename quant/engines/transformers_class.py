@@ -61,28 +61,28 @@ def _glm_deviation(config: Mapping[str, Any], tokens: int) -> str | None:
     wrong = package_release("transformers")[:2] <= (5, 12)
     if not wrong or sizes is None or not sizes.rope_interleaved or tokens <= sizes.top_k:
         return None
-    return f"transformers {version('transformers')} takes no notice of indexer_rope_interleave"
+    return f"transformers {version('transformers')} ignores indexer_rope_interleave"
 
 
 def _minimax_deviation(config: Mapping[str, Any], tokens: int) -> str | None:
     """transformers 5.12 reads the rotary part of a head only in `rope_parameters`."""
     if "partial_rotary_factor" in rope_of(config) or minimax_m2.read_dims(config).rotary_fraction == 1:
         return None
-    return "transformers turns complete heads of this model unless rope_parameters has a partial_rotary_factor"
+    return "transformers rotates complete heads of this model unless rope_parameters has a partial_rotary_factor"
 
 
 def _nemotron_deviation(config: Mapping[str, Any], tokens: int) -> str | None:
     """transformers 5.12.1 passes the mixer's state wrongly from one chunk of tokens to the next; 5.17.0 does not."""
     if tokens <= _CHUNK or package_release("transformers") >= (5, 17):
         return None
-    return f"without kernels its Mamba mixer is right for {_CHUNK} tokens at most, before transformers 5.17"
+    return f"transformers before 5.17 computes its Mamba mixer without kernels wrongly beyond {_CHUNK} tokens"
 
 
 def _olmo_deviation(config: Mapping[str, Any], tokens: int) -> str | None:
     """transformers 5.12.1 also applies YaRN to layers with a window, unlike OLMo 3's report, vLLM and SGLang."""
     if rope_of(config)["rope_type"] == "default" or not sliding_layers(config, 4):
         return None
-    return "transformers scales rotary embedding in layers with a window too (transformers#45945)"
+    return "transformers also scales rotary embedding in sliding-window layers (transformers#45945)"
 
 
 _DEVIATIONS: Mapping[str, Callable[[Mapping[str, Any], int], str | None]] = {

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _FP8 = ("float-quantized", "naive-quantized")
 _MXFP8, _MXFP4, _NVFP4 = "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"
-_HINT = "ckptkit reads INT4, FP8, MXFP8, MXFP4 and NVFP4 of compressed-tensors: start from the unquantized release"
+_HINT = "start from the unquantized release, or from INT4, FP8, MXFP8, MXFP4 or NVFP4 of compressed-tensors"
 # Values of QuantizationArgs that do not change how weights are stored.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "actorder": IN_ORDER,

@@ -100,7 +100,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
             return quark_format(content)
         case "compressed-tensors":
             return compressed_format(content)
-    hint = "ckptkit reads fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors: start from the unquantized release"
+    hint = "start from the unquantized release, or from fp8, mxfp8, mxfp4, modelopt, quark or compressed-tensors"
     what = f"config.json: quantization method {content.get('quant_method')!r} is not supported"
     raise CkptkitError(what, hint, code="unsupported")
 
@@ -141,7 +141,7 @@ def describe_format(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) 
         form = format_of(config)
         count = sum(1 for _ in form.steps(Release("the checkpoint", specs, {})))
     except CkptkitError as error:
-        return f"not to be dequantized here: {error.message}"
+        return f"ckptkit cannot dequantize it: {error.message}"
     counts = Counter({form.words: count})
     if isinstance(form, Floats) and len(form.layouts) > 1:
         counts = Counter(stored.layout.words for stored in form.weights(specs)) or counts
@@ -152,27 +152,27 @@ def describe_format(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) 
 def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:
     """Raises CkptkitError unless the tensors that no step takes are plain weights."""
     if orphans := [spec.name for spec in left if spec.name.endswith(form.parts)]:
-        what = f"{release.location(orphans[0])}: no quantized weight is stored with {summarize(orphans)}"
-        raise CkptkitError(what, "a shard is missing or stale: compare the names with the release's index")
+        what = f"{release.location(orphans[0])}: {summarize(orphans)} is stored without its quantized weight"
+        raise CkptkitError(what, "compare the names with the release's index: a shard is missing or stale")
     for spec in left:
         if spec.dtype not in _PLAIN:
-            hint = "config.json belongs to other weights, or declares another format: restore it"
-            raise release.refused(spec.name, f"is not a part of {form.words}", hint)
+            hint = "restore config.json from the release: it declares another format than the weights have"
+            raise release.refused(spec.name, f"is neither a plain weight nor a part of {form.words}", hint)
 
 
 def _copy_step(release: Release, step: Step, original: TensorSpec) -> Step:
     """Returns a step that replaces a quantized copy by its original, after checking that it is a copy."""
     (output,) = step.outputs
     if output.shape != original.shape:
-        hint = "the release holds another model: it cannot be converted"
-        raise release.refused(output.name, f"is meant to be a copy of {original}", hint)
+        hint = "compare both with the release: this model cannot be converted"
+        raise release.refused(output.name, f"should be a copy of {original}, but has another shape", hint)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         (copy,) = step.run(tensors[:-1])
         right = tensors[-1].float()
         if not float((copy.float() - right).norm()) <= _SAME * float(right.norm()):
-            hint = "Megatron has one tensor for both, so that one of them would be lost; compare both with the release"
-            raise release.refused(output.name, f"is not the quantized copy of {original.name} that it should be", hint)
+            hint = "compare both with the release: Megatron has one tensor for both, so one would be lost"
+            raise release.refused(output.name, f"should be a quantized copy of {original.name}, but differs", hint)
         return [tensors[-1]]
 
     outputs = (TensorSpec(output.name, original.shape, original.dtype),)
@@ -223,7 +223,7 @@ def mxfp8_format(content: Mapping[str, Any]) -> Floats:
     _check_fmt("MXFP8", content)
     if content.get("weight_block_size") is not None and _block(content) != (1, 32):
         message = f"config.json: MXFP8 with weight_block_size {content['weight_block_size']!r} is not supported"
-        raise CkptkitError(message, "MXFP8 has a scale for each 1 x 32 weights", code="unsupported")
+        raise CkptkitError(message, "restore weight_block_size: MXFP8 requires [1, 32]", code="unsupported")
     return Floats((mxfp8(),))
 
 
@@ -231,7 +231,7 @@ def _check_fmt(format_name: str, content: Mapping[str, Any]) -> None:
     for key, known in (("fmt", _FMTS), ("scale_fmt", _SCALE_FMTS)):
         if content.get(key) not in known:
             message = f"config.json: {format_name} with {key} {content.get(key)!r} is not supported"
-            raise CkptkitError(message, f"known: {', '.join(filter(None, known))}", code="unsupported")
+            raise CkptkitError(message, f"ckptkit reads {' and '.join(filter(None, known))}", code="unsupported")
 
 
 def _block(content: Mapping[str, Any]) -> Block:
@@ -315,13 +315,13 @@ def quark_format(content: Mapping[str, Any]) -> Floats:
     )
     layouts = tuple(dict.fromkeys(filter(None, (usual, *of_pattern.values(), *of_class.values()))))
     if not layouts:
-        raise CkptkitError("config.json: quark quantizes no weights", _RESTORE)
+        raise CkptkitError("config.json: quantization_config of quark quantizes no weights", _RESTORE)
 
     positions = {pattern: position for position, pattern in enumerate(of_pattern)}
     globs = [pattern for pattern in of_pattern if _WILD.search(pattern)]
     if len(globs) > _MAX_PATTERNS:
-        message = f"config.json: layer_quant_config has {len(globs)} patterns, and at most {_MAX_PATTERNS:,} are read"
-        raise CkptkitError(message, "name larger parts of the model with one each")
+        message = f"config.json: layer_quant_config has {len(globs)} patterns, but at most {_MAX_PATTERNS:,} are read"
+        raise CkptkitError(message, "use one pattern for a larger part of the model")
 
     def of_module(module: str) -> Layout | None:
         matching = next((pattern for pattern in globs if fnmatchcase(module, pattern)), None)

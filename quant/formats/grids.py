@@ -69,8 +69,8 @@ def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> C
 def check_matrix(weight: Tensor, name: str) -> None:
     """Raises CkptkitError, naming the tensor, unless it is a float matrix."""
     if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        message = f"{name} is {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-        raise CkptkitError(message, "only matrices in bfloat16, float16 or float32 can be quantized")
+        message = f"{name} is {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}, not quantizable"
+        raise CkptkitError(message, "quantize only matrices in bfloat16, float16 or float32")
 
 
 def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
@@ -78,18 +78,18 @@ def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
     check_matrix(weight, name)
     if weight.shape[1] % scheme.divisor:
         parts = f"groups of {scheme.group_size}" if scheme.group_size else f"words of {scheme.divisor} codes"
-        message = f"{name}: {weight.shape[1]} input features do not divide into {parts}"
-        raise CkptkitError(message, "choose a smaller group or ignore the tensor")
+        message = f"{name} has {weight.shape[1]} input features, which {parts} do not divide"
+        raise CkptkitError(message, "choose a smaller group size, or exclude the tensor with --ignore")
 
 
 def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
     """Returns the error for a weight, or a scale stored in `dtype`, that is not finite."""
     if not bool(torch.isfinite(weight).all()):
         return CkptkitError(
-            f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
+            f"{name} has NaN or infinity", "compare it with the release: the source checkpoint is damaged"
         )
-    message = f"{name} holds weights so large that a scale overflows {str(dtype).removeprefix('torch.')}"
-    return CkptkitError(message, "use symmetric scales, or --scale-dtype float32, or ignore it")
+    message = f"{name} has weights so large that a scale overflows {str(dtype).removeprefix('torch.')}"
+    return CkptkitError(message, "quantize symmetrically, pass --scale-dtype float32, or exclude the tensor")
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:

@@ -95,7 +95,7 @@ def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
         and isinstance(group.get("weights") or {}, Mapping)
         for group in groups.values()
     ):
-        message = f"config.json: config_groups are not as compressed-tensors writes them: {shortened(groups)}"
+        message = f"config.json: config_groups are not valid for compressed-tensors: {shortened(groups)}"
         raise CkptkitError(message, "restore config.json from the release")
     return tuple(
         Group(
@@ -153,9 +153,9 @@ def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if _rewritten(config):
         yield Refusal(
             SGLANG,
-            f"SGLang has no class for {config.get('model_type')} and runs it with transformers' modules, where it "
-            'looks for the target "model.Linear" instead of "Linear", and finds none',
-            "serve it with vLLM (--reader vllm), or quantize with --scheme fp8-block, in a rounding other than "
+            f"SGLang has no class for {config.get('model_type')}, so it runs transformers' modules and looks for the "
+            'target "model.Linear" instead of "Linear"',
+            "serve the model with vLLM (--reader vllm), or pass --scheme fp8-block with another --rounding than "
             "compressed-tensors",
         )
     yield from _not_compressed(content, groups)
@@ -164,29 +164,29 @@ def find_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if packed and isinstance(form, str) and form != FORMAT:
         yield Refusal(
             SGLANG,
-            f"format is {form!r}, and SGLang loads INT4 weights only where it is {FORMAT!r}",
-            f"where {FORMAT} weights are stored (weight_packed, weight_scale, weight_shape), set `format` to "
-            f"{FORMAT!r}; the format of another group may be set in that group",
+            f"format is {form!r}, but SGLang loads INT4 weights only with format {FORMAT!r}",
+            f"set `format` to {FORMAT!r} if weight_packed, weight_scale and weight_shape are stored; config groups of "
+            "other formats can have a `format` of their own",
         )
     if strategies := [name for name in map(_strategy, packed) if name not in ("group", "channel")]:
         yield Refusal(
             SGLANG,
             f"strategy is {strategies[0]!r}, for which SGLang has no INT4 scheme",
-            "quantize with groups of 32, 64 or 128 inputs, or with one scale a row (strategy 'channel')",
+            "quantize with groups of 32, 64 or 128 inputs, or with one scale per row (strategy 'channel')",
         )
     reordered = any(weights.get("actorder") in _REORDERED for weights in packed)
     if reordered and package_release("compressed-tensors") >= _REFUSES_REORDERED:
         yield Refusal(
             (*BY_CLASS, *SGLANG),
-            "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and so does "
-            "every engine with it",
-            "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 accepts it",
+            "actorder is 'group' (or its alias 'dynamic'), but compressed-tensors from 0.19 on refuses it, also in "
+            "engines",
+            "quantize with actorder 'weight' or null, or use compressed-tensors up to 0.18",
         )
     if any(weights.get("actorder") in _IN_ORDER and _strategy(weights) == "channel" for weights in packed):
         yield Refusal(
             ("vLLM 0.26",),  # the nearest reader
-            "actorder is set with one scale a row, which compressed-tensors refuses up to 0.15 (vLLM 0.19 to 0.22)",
-            "set `actorder` to null: with one scale a row it has no effect",
+            "actorder is set with one scale per row, which compressed-tensors up to 0.15 (vLLM 0.19 to 0.22) refuses",
+            "set `actorder` to null: with one scale per row it has no effect",
         )
 
 
@@ -198,8 +198,8 @@ def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iter
         actual = f"is {status!r}" if is_there else "is missing, which compressed-tensors treats as 'initialized'"
         yield Refusal(
             BY_CLASS,
-            f"quantization_status {actual}, but format is {form!r}: transformers decompresses no weight, and computes "
-            "with random numbers or with codes",
+            f"quantization_status {actual}, but format is {form!r}: transformers decompresses no weight and computes "
+            "with codes or random numbers",
             "set `quantization_status` to 'compressed'",
         )
     for group in groups:
@@ -213,8 +213,8 @@ def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iter
         if group.weights and (classes := [one for one in group.targets if one.endswith("Attention")]):
             yield Refusal(
                 BY_CLASS,
-                f"targets name the class {shortened(classes[0])}, of which compressed-tensors quantizes no weights",
-                "take it out of `targets`: Linear has its projections",
+                f"`targets` has the class {shortened(classes[0])}, in which compressed-tensors quantizes no weights",
+                "remove it from `targets`: its projections belong to Linear",
             )
 
 
@@ -225,17 +225,17 @@ def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
             ("transformers", "SGLang 0.5.16"),
             f"transform_config has transforms of {' and '.join(dict.fromkeys(locations))}, which transformers 5.12 and "
             "SGLang 0.5.16 do not apply",
-            "serve it with an engine that applies them, or quantize again without; if the weights were not "
-            "transformed, remove transform_config",
+            "serve it with an engine that applies transforms, or quantize again without transforms; if the weights "
+            "were not transformed, remove transform_config",
         )
     sparsity = content.get("sparsity_config")
     form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if form not in (None, "dense"):
         yield Refusal(
             (*BY_CLASS, "SGLang 0.5.16"),
-            f"sparsity_config has format {form!r}, which compressed-tensors reads no more from 0.15 on, and "
-            "transformers 5.12 and SGLang 0.5.16 ignore or refuse",
-            "quantize again without sparsity; if the weights are not stored so, remove sparsity_config",
+            f"sparsity_config has format {form!r}, but compressed-tensors from 0.15 on does not read it, and "
+            "transformers 5.12 and SGLang 0.5.16 ignore or refuse it",
+            "quantize again without sparsity; if the stored weights are dense, remove sparsity_config",
         )
 
 
@@ -247,22 +247,22 @@ def find_rounded_activations(content: Mapping[str, Any]) -> Iterator[Refusal]:
     for key, scheme in schemes:
         bits = scheme.get("num_bits") if isinstance(scheme, Mapping) and scheme.get("type", "int") == "int" else None
         if isinstance(bits, int) and bits < 8:
-            message = f"{key} has integers of {bits} bits: transformers rounds to them, and answers as another model"
-            yield Refusal(("transformers",), message, f"set {key} to null, unless that is meant")
+            message = f"{key} has {bits}-bit integers: transformers rounds to these, and answers as another model"
+            yield Refusal(("transformers",), message, f"set {key} to null unless you want this rounding")
 
 
 def _online_transforms(transforms: Any) -> Iterator[str]:
     """The locations of transforms that are applied while the model runs, such as "input"."""
     groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
     if groups and not isinstance(groups, Mapping):
-        yield "an unknown form"
+        yield "an unknown structure"
         return
     for scheme in (groups or {}).values():
         applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
         for one in applied if isinstance(applied, list) else [None]:
             location = one.get("location") if isinstance(one, Mapping) else None
             if location not in _IN_WEIGHTS:
-                yield shortened(location) if location is not None else "an unknown place"
+                yield shortened(location) if location is not None else "an unknown location"
 
 
 def _rewritten(config: Mapping[str, Any]) -> bool:

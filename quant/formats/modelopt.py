@@ -17,7 +17,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 
 # The hint for two configs that differ.
 TWO_CONFIGS = (
-    f"write both from one config, or remove {MODELOPT_CONFIG}: SGLang and vLLM read config.json, TensorRT-LLM the other"
+    f"make both files agree, or remove {MODELOPT_CONFIG}: SGLang and vLLM read config.json, TensorRT-LLM the other"
 )
 
 
@@ -98,7 +98,7 @@ def _differing_modules(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> di
 
 
 def _extra(names: set[str]) -> str:
-    return f"{len(names)} other entries, such as {min(names)!r}" if names else "no other entry"
+    return f"{len(names)} additional entries, such as {min(names)!r}" if names else "no additional entry"
 
 
 def _listed(content: Mapping[str, Any]) -> set[str]:

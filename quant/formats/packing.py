@@ -114,14 +114,14 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     if tuple(readers) == ("sglang",):
         if scheme.group_size is not None and scheme.group_size < SMALL_TILE:
             raise CkptkitError(
-                f"zero points of experts in groups of {scheme.group_size}: SGLang's kernel reads those of one group in "
-                f"{SMALL_TILE} inputs or more, and its answers change from one request to the next",
-                f"--group-size {LARGE_TILE} or channel; or quantize symmetrically",
+                f"experts have zero points in groups of {scheme.group_size}, but SGLang's kernel reads those of one "
+                f"group per {SMALL_TILE} inputs, so its answers vary from request to request",
+                f"pass --group-size {LARGE_TILE} or channel, or remove --asymmetric",
             )
         return True
     raise CkptkitError(
         "SGLang reads the zero points of routed experts in another layout than compressed-tensors and other readers",
-        "quantize symmetrically; or, for only one engine, use --reader sglang or --reader vllm",
+        "remove --asymmetric; or, for one engine only, pass --reader sglang or --reader vllm",
     )
 
 
@@ -132,8 +132,8 @@ def to_sglang_zero_points(zero_point: Tensor, rows: int, name: str) -> Tensor:
     Source: SGLang `moe_awq_to_marlin_zero_points`, and `FusedMoE.weight_loader`, which transposes all but zero points.
     """
     if rows % CODES_PER_WORD:
-        message = f"{name}: {rows} output features do not fill words of {CODES_PER_WORD} zero points"
-        raise CkptkitError(message, "quantize symmetrically, or ignore it")
+        message = f"{name} has {rows} output features, but zero points are packed in words of {CODES_PER_WORD}"
+        raise CkptkitError(message, "quantize symmetrically, or exclude the tensor with --ignore")
     groups = zero_point.shape[1]
     codes = unpack_zero_point(zero_point, (rows, groups)).T.reshape(groups, rows // CODES_PER_WORD, CODES_PER_WORD)
     return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))
@@ -178,8 +178,8 @@ class PackedInt4:
         parts = [release.require(module + ending, packed.name) for ending in endings]
         scale, stored_shape = parts[:2]
         if len(packed.shape) != 2 or len(scale.shape) != 2:
-            hint = "only one matrix a module is supported, not fused experts"
-            raise release.refused(packed.name, f"with {scale} is not a packed matrix", hint)
+            hint = "start from a release with one matrix per module: fused experts are not supported"
+            raise release.refused(packed.name, f"and {scale} are not parts of one packed matrix", hint)
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
         shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
         release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
@@ -207,8 +207,8 @@ def _dequantized(
 ) -> list[Tensor]:
     words, scales, stored, *zero = tensors
     if tuple(stored.tolist()) != shape:
-        hint = "config.json declares another group size, or one part belongs to another weight: restore both"
-        reason = f"is {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}"
+        hint = "restore config.json and these tensors from the release: the group size or a part is wrong"
+        reason = f"contains {stored.tolist()}, but {packed.name} and {scale.name} have shape {list(shape)}"
         raise release.refused(stored_shape, reason, hint)
     release.check_finite(scale.name, scales * _MAX_DISTANCE)
     if not zero:

@@ -18,7 +18,7 @@ from ckptkit.quant.formats.floats.layout import E4M3, PACKED_GROUP, Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-DAMAGED = "download or copy this file again; if it is as released, the release is broken"
+DAMAGED = "download or copy this file again; if it equals the release's file, the release is broken"
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class Release:
     def require(self, name: str, needed_by: str) -> TensorSpec:
         """Returns the tensor `name`. Raises CkptkitError if it is missing."""
         if name not in self.specs:
-            hint = "a shard is missing or stale: compare the names with the release's index"
-            raise self.refused(needed_by, f"has no {name} next to it", hint)
+            hint = "compare the names with the release's index: a shard is missing or stale"
+            raise self.refused(needed_by, f"has no {name} stored with it", hint)
         return self.specs[name]
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], *why: object) -> None:
         """Raises CkptkitError unless a tensor has this shape and one of these dtypes; `why`: their causes."""
         spec = self.specs[name]
         if spec.shape != shape or spec.dtype not in dtypes:
-            reason = f"must be {list(shape)} {' or '.join(dtypes)}, by {' and '.join(map(str, why))}"
-            hint = "config.json belongs to other weights, or the shard is wrong: restore both"
+            reason = f"must be {list(shape)} {' or '.join(dtypes)}, according to {' and '.join(map(str, why))}"
+            hint = "restore config.json and this shard from the release: one belongs to other weights"
             raise self.refused(name, reason, hint)
 
     def check_finite(self, name: str, values: Tensor) -> None:
         """Raises CkptkitError for NaN or infinity in `values`, the largest that this tensor can produce."""
         if not bool(values.isfinite().all()):
-            raise self.refused(name, "gives NaN or infinity", DAMAGED)
+            raise self.refused(name, "dequantizes to NaN or infinity", DAMAGED)
 
 
 CACHE_SCALES = tuple(f".{letter}_{part}" for letter in "kvq" for part in ("scale", "zero_point"))
@@ -157,11 +157,11 @@ def step_of(release: Release, stored: StoredWeight) -> Step:
     layout, codes, shape = stored.layout, stored.codes, stored.shape
     if layout.axes == "groups" and (shape is None or codes.dtype != "uint8"):
         reason = f"must be [experts, rows, groups, {PACKED_GROUP}] uint8"
-        hint = "only gpt-oss's layout of MXFP4 is supported under these names"
+        hint = "start from a release with gpt-oss's layout of MXFP4"
         raise release.refused(codes.name, reason, hint)
     if shape is None:
-        reason = f"is {layout.words.partition(' ')[0]} and not a matrix"
-        raise release.refused(codes.name, reason, "no release quantizes vectors: compare the shard with the release")
+        reason = f"is {layout.words.partition(' ')[0]}, but not a matrix"
+        raise release.refused(codes.name, reason, "compare the shard with the release: none quantizes vectors")
     scale = release.require(stored.scale, codes.name)
     shapes = layout.scale_shapes(shape)
     fitting = scale.shape if scale.shape in shapes else shapes[0]
@@ -189,13 +189,13 @@ def _dequantized(release: Release, stored: StoredWeight, shape: tuple[int, ...],
     layout, second = stored.layout, more[0] if more else None
     if scales.dtype is torch.uint8 and bool((scales > layout.max_exponent).any()):
         raise release.refused(
-            stored.scale, f"holds exponents above {layout.max_exponent}, which give NaN or infinity", DAMAGED
+            stored.scale, f"has exponents above {layout.max_exponent}, which give NaN or infinity", DAMAGED
         )
     if second is not None and (not bool(second.isfinite().all()) or (layout.divides and not bool(second.all()))):
-        raise release.refused(str(stored.second), "gives NaN or infinity", DAMAGED)
+        raise release.refused(str(stored.second), "dequantizes to NaN or infinity", DAMAGED)
     largest = factors(layout, scales, second, shape) * layout.largest
     release.check_finite(stored.scale, largest.to(torch.bfloat16))
     if layout.number == E4M3 and has_nan(codes):
-        raise release.refused(stored.codes.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
+        raise release.refused(stored.codes.name, "has NaN, which some quantizers write for a block of zeros", DAMAGED)
     weight = dequantize(layout, codes, scales, second)
     return weight.transpose(-1, -2).contiguous() if layout.axes == "groups" else weight

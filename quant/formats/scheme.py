@@ -53,7 +53,7 @@ class QuantScheme:
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            hint = f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row"
+            hint = f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale per row (channel)"
             raise CkptkitError(f"group size {self.group_size} is not supported", hint, code="unsupported")
         for option, value, known in (("grid", self.grid, GRIDS), ("search", self.search, SEARCHES)):
             if value not in known:
@@ -61,10 +61,10 @@ class QuantScheme:
         if self.scale_dtype is not None and dtype_name(self.scale_dtype) not in SCALE_DTYPES:
             raise CkptkitError(f"unknown scale dtype {self.scale_dtype}", f"choose one of {', '.join(SCALE_DTYPES)}")
         if self.grid == "qmax7" and not self.symmetric:
-            raise CkptkitError("the qmax7 grid is symmetric", "asymmetric scales go with the minmax grid")
+            raise CkptkitError("the qmax7 grid has only symmetric scales", "use the minmax grid for asymmetric scales")
         if self.grid == "qmax7" and self.search != "none":
-            message = "a search would leave the qmax7 grid, which is the one that training rounds to"
-            raise CkptkitError(message, "search with the minmax grid")
+            message = "a search on the qmax7 grid would change the scales to which training rounds"
+            raise CkptkitError(message, "use the minmax grid, or remove the search")
         check_entries(self.ignore, "ignore")
 
     @property
@@ -83,8 +83,8 @@ class QuantScheme:
     def check_preset(self) -> None:
         """Raises CkptkitError unless this is the grid that training rounds weights to (`--preset rl`)."""
         if not self.symmetric or self.grid != "qmax7":
-            message = "--preset rl is symmetric and on the qmax7 grid, as training rounds weights"
-            raise CkptkitError(message, "leave out --asymmetric, --grid and --search")
+            message = "--preset rl requires symmetric scales on the qmax7 grid, as training rounds weights"
+            raise CkptkitError(message, "remove --asymmetric, --grid and --search")
 
     @property
     def divisor(self) -> int:
@@ -153,7 +153,7 @@ def get_list(content: Mapping[str, Any], key: str) -> list[Any]:
     value = content.get(key)
     if value is not None and not isinstance(value, list):
         raise CkptkitError(
-            f"config.json: `{key}` is {shortened(value)}", "it must be a list of module names and `re:` patterns"
+            f"config.json: `{key}` is {shortened(value)}, not a list", "write a list of module names and `re:` patterns"
         )
     return value or []
 
@@ -166,7 +166,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     """
     content = quantization_of(config)
     if not isinstance(content, Mapping):
-        raise CkptkitError(describe_quantization(config), "give a checkpoint that `ckptkit quantize` or a release made")
+        raise CkptkitError(describe_quantization(config), "pass a checkpoint that `ckptkit quantize` wrote")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
     check_entries(get_list(content, "ignore"), "config.json: ignore")
@@ -178,7 +178,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     _require("input_activations", group.input_activations, None)
     _require("output_activations", group.output_activations, None)
     if (weights := group.weights) is None:
-        raise CkptkitError("quantization_config: the group quantizes no weights", "repair config.json")
+        raise CkptkitError("config.json: config_groups quantize no weights", "restore it from the release")
     for key, expected in {"num_bits": BITS, "type": "int", "dynamic": False}.items():
         _require(key, getattr(weights, key), expected)
     if weights.actorder not in IN_ORDER:
@@ -193,5 +193,5 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
 
 def _require(key: str, actual: object, expected: object) -> None:
     if actual != expected:
-        message = f"quantization_config: {key} is {actual!r}, only {expected!r} is supported"
-        raise CkptkitError(message, "ckptkit handles INT4 weights (W4A16)", code="unsupported")
+        message = f"quantization_config: {key} is {actual!r}, but only {expected!r} is supported"
+        raise CkptkitError(message, "start from a checkpoint with INT4 weights only (W4A16)", code="unsupported")

@@ -23,7 +23,7 @@ OTHER_FORMAT = (
 NOTHING_PACKED = "remove quantization_config, or quantize again with `ckptkit quantize`"
 _SHOWN = 4  # entries in a sentence
 _MAX_ADVICE = 3  # entries to find a replacement for: each attempt examines every tensor again
-_TOGETHER = "SGLang packs all routed experts of a layer or none; the same holds for q, k, v and for gate, up"
+_TOGETHER = "SGLang packs all routed experts of a layer or none, and likewise q, k, v or gate, up"
 _NO_TARGET = "because no entry of `targets` matches it"
 _VERBS: Mapping[Answer, str] = {
     "packs": "pack",
@@ -78,7 +78,7 @@ def divergences(
 def _cause(reading: Reading, is_base: bool, matrix: Matrix, index: int) -> str:
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
     if not reading.lookups[index] or (is_base and matrix.torch_class is None):
-        return "because it has no quantized layer for it, regardless of the list"
+        return "because its model class has no quantized layer there"
     if answer == "packs":
         return "because no entry covers it"
     if answer == "refuses":
@@ -92,7 +92,7 @@ def reason_of(several: Sequence[Divergence]) -> str:
     """The reason why a reader treats these tensors differently; they have one cause."""
     entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
     if entries and not (several[0].answer == "refuses" and several[0].covering):
-        return f"because of how it reads {quote_some(entries)}"
+        return f"reading {quote_some(entries)} differently"
     covering = fold(dict.fromkeys(entry for one in several for entry in one.covering))
     return several[0].cause.replace("{}", quote_some(covering))
 
@@ -129,7 +129,7 @@ def check_portable(question: Question, ignore: Sequence[str]) -> None:
     """Raises CkptkitError naming tensors, readers and entries if readers interpret `ignore` differently."""
     if found := question.divergences(ignore):
         hint, details = advice(found, question, ignore), list(describe_divergences(found))
-        raise CkptkitError("readers do not agree on the ignore list", hint, details)
+        raise CkptkitError("readers interpret the ignore list differently", hint, details)
 
 
 def describe_divergences(found: Iterable[Divergence]) -> Iterator[str]:

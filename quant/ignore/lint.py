@@ -157,13 +157,13 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     root = Path(path)
     root = root.parent if root.name == "config.json" else root
     if not (root / "config.json").exists() and locate(root).kind == "megatron":
-        raise CkptkitError(f"{root} is a Megatron checkpoint", "lint reads HF directories: give the one it came from")
+        raise CkptkitError(f"{root} is a Megatron checkpoint", "pass the HF directory that it was made from to lint")
     subject, names = open_subject(root, readers)
     portable = portable_list(subject)
     findings = examine(subject)
     if portable is None and all(one.severity == "note" for one in findings):
         message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on the packed weights"
-        hint = "quantize again with `ckptkit quantize`, or choose the readers that must agree with --reader"
+        hint = "quantize again with `ckptkit quantize`, or pass --reader for the readers that must agree"
         findings = (finding("disagreement", "error", message, hint, [], subject.readers), *findings)
     report = LintReport(
         str(root),

@@ -253,10 +253,10 @@ def readers_of(names: Iterable[str], method: str = COMPRESSED) -> tuple[str, ...
     if unknown := sorted(set(chosen).difference(known)):
         raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose from {', '.join(known)}")
     if not chosen:
-        raise CkptkitError("no reader was given", f"choose from {', '.join(known)}")
+        raise CkptkitError("no reader is selected", f"choose from {', '.join(known)}")
     if selected := tuple(reader for reader, values in options.items() if not values.isdisjoint(chosen)):
         return selected
-    message = f"--reader {' '.join(chosen)} reads no list of {method} checkpoints"
+    message = f"--reader {' '.join(chosen)}: these readers read no `ignore` list of {method} checkpoints"
     raise CkptkitError(message, f"choose from {', '.join(able)}")
 
 

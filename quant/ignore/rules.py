@@ -75,17 +75,17 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
 def _nothing_packed(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds a config that declares INT4 weights although no matrix is packed, or would be by the list. Like CK302."""
     if subject.is_int4 and subject.matrices and not any(subject.packed):
-        message = f"config.json declares INT4 weights but leaves all {len(subject.matrices)} matrices out"
+        message = f"config.json declares INT4 weights but excludes all {len(subject.matrices)} matrices"
         yield finding("nothing packed", "error", message, NOTHING_PACKED, [])
 
 
 _WORDS = {
-    "packs": "would expect it packed",
-    "other": "would expect it in another format",
-    "keeps": "would expect it unpacked",
+    "packs": "would expect a packed weight",
+    "other": "would expect another format",
+    "keeps": "would expect an unpacked weight",
     "refuses": "would refuse the fused layer",
 }
-_SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
+_SLIME = {"packs": "would pack the weight", "keeps": "would leave the weight unpacked"}
 
 
 def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -119,8 +119,8 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
 def _unpacked(subject: IgnoreList, reason: str) -> str:
     """The reason why a tensor that a reader expects packed is not."""
     if reason in UNPACKED_BY_CHOICE:
-        return f"it is stored unpacked: {reason}" if subject.stored is not None else f"no quantizer packs it: {reason}"
-    return f"it must not be: {reason}"
+        return f"stored unpacked: {reason}" if subject.stored is not None else f"no quantizer packs it: {reason}"
+    return f"the weight must stay unpacked: {reason}"
 
 
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -132,7 +132,7 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             layers.setdefault(matrix.vllm, {}).setdefault(packs, []).append(matrix.tensor)
     names = [tensor for both in layers.values() if len(both) == 2 for tensor in both[False]]
     if names and who:
-        message = "unpacked, but other parts of the same fused layer are packed; "
+        message = "stored unpacked, but other parts of the same fused layer are packed; "
         message += "engines fuse q, k, v, or gate, up, or all experts of a layer"
         hint = "pack all parts of a layer or none: quantize again with `ckptkit quantize`"
         yield finding("partly ignored", "error", message, hint, names, who)
@@ -151,9 +151,9 @@ def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
         layers.setdefault(matrix.vllm, {}).setdefault(declared, []).append(matrix.tensor)
     minorities = [min(schemes.values(), key=len) for schemes in layers.values() if len(schemes) > 1]
     if tensors := [tensor for several in minorities for tensor in several]:
-        message = "packed by config_groups with other bits, groups or zero points than the other parts of the same "
-        message += "fused layer; engines fuse q, k, v, and gate, up"
-        hint = "give all parts of a layer one config group: quantize again with `ckptkit quantize`"
+        message = "packed with other bits, groups or zero points (config_groups) than other parts of the same fused "
+        message += "layer; engines fuse q, k, v, and gate, up"
+        hint = "put all parts of a layer into one config group: quantize again with `ckptkit quantize`"
         yield finding("mixed layer", "error", message, hint, tensors, (*VLLM, "SGLang 0.5.16"))
 
 
@@ -170,7 +170,7 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
     for (reason, readers), tensors in packed.items():
         if readers:
             hint = "quantize again with `ckptkit quantize`"
-            yield finding("packed", "error", f"packed but must not be: {reason}", hint, tensors, readers)
+            yield finding("packed", "error", f"packed, but must stay unpacked: {reason}", hint, tensors, readers)
 
 
 _MANY = 20  # if more entries cover nothing, only the first is shown
@@ -225,14 +225,14 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
         unused = [pattern for pattern in unused if not subject.names_any(pattern)]
         if unused and subject.indexed and subject.matrices:
             message = f"{len(unused)} entries name no stored tensor, such as '{unused[0]}'"
-            yield finding("unused", "note", message, "correct them if they are meant for a stored one", [])
+            yield finding("unused", "note", message, "correct entries that are meant for a stored tensor", [])
         return
     for pattern in unused if len(unused) <= _MANY else unused[:1]:
         more = len(unused) - 1 if len(unused) > _MANY else 0
         covers = f"'{pattern}' and {more} more entries cover" if more else f"'{pattern}' covers"
         if subject.whole:
-            hint = "remove or correct it: full module names, or `re:` and a regex that matches from the start"
-            message = f"{covers} nothing for any reader"
+            hint = "remove it, or write full module names, or `re:` and a regex that matches from the start"
+            message = f"{covers} no module for any reader"
             yield finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
             hint = "put the release's model.safetensors.index.json next to config.json: it names all modules"
@@ -259,15 +259,15 @@ def indexer_key(subject: IgnoreList) -> Iterator[LintFinding]:
     in_blocks = content.get("quant_method") == "fp8" and bool(content.get("weight_block_size"))
     keys = [matrix.tensor for matrix, packs in subject.pairs if packs and matrix.module.endswith(".indexer.wk")]
     if keys and who and not in_blocks and not subject.is_int4:
-        message = "quantized, but on CUDA SGLang dequantizes only FP8 in blocks: it would use the codes as weights"
-        yield finding("packed", "error", message, "leave it in BF16, or quantize to fp8-block", keys, who)
+        message = "quantized, but SGLang on CUDA dequantizes only block FP8 here, and would use the codes as weights"
+        yield finding("packed", "error", message, "leave this weight in BF16, or quantize to fp8-block", keys, who)
 
 
 def groups(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds several config_groups, of which slime reads only group_0."""
     groups = subject.content.get("config_groups") or {}
     if len(groups) > 1 and "slime" in subject.readers and subject.is_int4:
-        message = f"{len(groups)} config_groups, but slime reads only group_0 and packs everything by it"
+        message = f"config.json has {len(groups)} config_groups, but slime packs all layers by group_0"
         hint = "put all packed layers into one group, or do not quantize updates with slime"
         yield finding("groups", "warning", message, hint, [], ("slime",))
 
@@ -279,7 +279,7 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     pairs = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
     shared = [matrix.tensor for matrix, packs in pairs if ".shared_experts." in matrix.module and not packs]
     if shared and any(packs for matrix, packs in pairs if matrix.expert):
-        message = "unpacked, but the routed experts are packed; "
+        message = "stored unpacked, but the routed experts are packed; "
         message += "on CUDA SGLang merges both by default, and then drops this weight silently"
         hint = "start SGLang with --disable-shared-experts-fusion"
         yield finding("shared expert", "note", message, hint, shared, ("SGLang 0.5.16",))
@@ -310,7 +310,7 @@ def not_known(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds an unknown model, for which entries cannot be compared with modules."""
     if not subject.matrices:
         model = subject.config.get("model_type")
-        message = f"the Linear layers of model_type {model!r} are not known, so entries are not compared with them"
+        message = f"ckptkit does not know the Linear layers of model_type {model!r}, so it compares no entry with them"
         yield finding("not judged", "note", message, "`ckptkit inspect` shows how its tensors are stored", [])
 
 

@@ -74,11 +74,11 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
     if wrong := [matrix for matrix, packs in pairs if packs and matrix.reason]:
         names = summarize(matrix.module + PACKED for matrix in wrong)
         message = f"--like has {names}, which cannot be INT4: {wrong[0].reason}"
-        raise CkptkitError(message, "give the INT4 release that your engine serves")
+        raise CkptkitError(message, "pass --like with the INT4 release that your engine serves")
     expected = [matrix.tensor for matrix, packs in pairs if not packs and matrix.reason is None]
     if missing := [tensor for tensor in expected if tensor not in like]:
         message = f"--like has neither {summarize(missing)} nor its packed form"
-        raise CkptkitError(message, "it must be a checkpoint of the same model, with one tensor an expert")
+        raise CkptkitError(message, "pass a checkpoint of the same model with one tensor per expert")
     return packed
 
 
@@ -107,7 +107,7 @@ def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
         sizes = sorted(set(ragged.values()))
         fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
         features = f"the {', '.join(map(str, sizes))} input features of {summarize(ragged)}"
-        other_size = f"use --group-size {fitting[-1]}, or " if fitting else ""
+        other_size = f"pass --group-size {fitting[-1]}, or " if fitting else ""
         hint = other_size + leave_out(ragged, (spec.name for spec in chosen))
         raise CkptkitError(f"groups of {scheme.divisor} do not divide {features}", hint)
 
@@ -172,17 +172,17 @@ def select_float_weights(
         if chosen and len(chosen) < len(layer):
             parts = [matrix.tensor for matrix in layer]
             plain, packed = (summarize(one for one in parts if (one in selected) == is_in) for is_in in (False, True))
-            message = f"{plain} would stay unquantized but {packed} would be quantized, and engines fuse them"
-            raise CkptkitError(f"{message} into one layer", f"leave out all of them: {ignore_options(parts)}")
+            message = f"{plain} would stay unquantized but {packed} would be quantized, but engines fuse both"
+            raise CkptkitError(f"{message} into one layer", f"exclude all of them: {ignore_options(parts)}")
         if fault := _fault(chosen, layer[0], block):
             unfit.update(dict.fromkeys((spec.name for spec in chosen), fault))
     names = frozenset(selected - unfit.keys())
     notes = tuple(
-        f"stay unquantized, since {fault}: {summarize(name for name in unfit if unfit[name] == fault)}"
+        f"left unquantized because {fault}: {summarize(name for name in unfit if unfit[name] == fault)}"
         for fault in dict.fromkeys(unfit.values())
     )
     if like is not None and not any(_has_scale(matrix.module, like) for matrix in matrices):
-        raise CkptkitError("--like has no scale of any weight", "give a checkpoint of the same model in this scheme")
+        raise CkptkitError("--like has no scales of weights", "pass a checkpoint of the same model in this scheme")
     if not names:
         raise nothing_left(ignore, notes)
     _check_dtypes([specs[name] for name in names])
@@ -192,7 +192,7 @@ def select_float_weights(
 def nothing_left(ignore: Sequence[str], notes: Sequence[str] = ()) -> CkptkitError:
     """The error if no weight is left to quantize; `notes`: on weights that do not fit the scheme."""
     hint = "choose another --scheme, or serve the source checkpoint"
-    hint = "leave out the --ignore that covers all of them" if ignore and not notes else hint
+    hint = "remove the --ignore that excludes all of them" if ignore and not notes else hint
     return CkptkitError("; ".join(("no weight is left to quantize", *notes)), hint)
 
 
@@ -224,7 +224,7 @@ def _fault(specs: Sequence[TensorSpec], first: Matrix, block: tuple[int, int]) -
     """The reason why blocks do not fit a layer, or None. Source: SGLang `validate_block_quant_shapes`."""
     height, width = block
     if any(spec.shape[1] % width for spec in specs if len(spec.shape) == 2):
-        return f"blocks of {width} columns do not divide them"
+        return f"blocks of {width} columns do not divide these matrices"
     # Scales of fused layers are concatenated: blocks must divide each part; of latent attention all but the last.
     latent = first.module.endswith(LATENT_DOWN)
     parts = [spec for spec in specs if not (latent and spec.name.endswith(f"{LATENT_DOWN[-1]}.weight"))]
@@ -237,7 +237,7 @@ def _check_dtypes(chosen: Sequence[TensorSpec]) -> None:
     if wrong := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{wrong[0]} cannot be quantized" + (f", nor can {len(wrong) - 1} more" if wrong[1:] else ""),
-            "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",
+            "start from the unquantized release: only bfloat16, float16 or float32 matrices can be quantized",
         )
 
 

@@ -47,7 +47,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("modules_to_not_convert",),
     "quark": ("exclude",),
 }
-_NO_TARGET = "add a pattern for it to `targets` of its config group; engines also look up fused names (qkv_proj)"
+_NO_TARGET = "add a pattern for the layer to `targets` of its config group; engines also look up fused names (qkv_proj)"
 # Linear layers that every engine holds unquantized, regardless of the list.
 _NEVER = (".indexer.weights_proj",)
 _NOTHING_KNOWN = ClassTree(frozenset(), "lm_head", frozenset(), frozenset(), {}, whole=False)
@@ -147,22 +147,22 @@ class IgnoreList:
             return
         for reader, row in self.rows.items():
             if bad := list(filter(row.refuses, row.entries(self.content))):
-                what = f"{len(bad)} entries are not regular expressions, as {reader} expects: '{bad[0]}'"
+                what = f"{len(bad)} entries are not the regular expressions that {reader} expects: '{bad[0]}'"
                 yield Refusal((reader,), what, "use full module names, without `*`")
 
     def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
         """Suggests how to fix a tensor that readers misjudge. `entry`: an entry that excludes it for all readers."""
         if self.is_compressed:
             if entry or patterns:
-                return f"use '{entry}'" if entry else f"replace {quote_some(patterns)} by entries that spare it"
+                return f"use the entry '{entry}'" if entry else f"replace {quote_some(patterns)} by narrower entries"
             return _NO_TARGET if self.by_name else "quantize again"
         if set(readers) <= set(TRAINERS):
             return f"quantize the release as {' and '.join(readers)} would, or roll out unquantized"
         if patterns:
             return f"replace {quote_some(patterns)} by full module names: `ckptkit lint --fix` writes such a list"
         if entry is None:
-            return "quantize again, or remove the entry that names it"
-        return f"add its full module name to `{self.key}`: `ckptkit lint --fix` writes such a list"
+            return "quantize again, or remove the entry that names the tensor"
+        return f"add the full module name to `{self.key}`: `ckptkit lint --fix` writes such a list"
 
     @property
     def key(self) -> str:
@@ -223,7 +223,7 @@ class IgnoreList:
         """The cause of a divergence over a tensor that no entry covers."""
         row = self.rows[one.reader]
         if row.packs is not None:
-            return "because of its name"
+            return "because of the tensor's name"
         unread = [key for key in KEYS[self.method] if self.content.get(key) and key not in row.keys]
         if one.answer == "packs" and unread and not row.entries(self.content):
             return f"because it does not read `{unread[0]}`"
@@ -260,7 +260,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     if method == COMPRESSED:
         if not int4 and not any(_bits(group) for group in groups):
             message = f"{file}: no config group has INT4, FP8 or FP4 weights (format {content.get('format')!r})"
-            raise CkptkitError(message, "lint checks these formats and their ignore lists")
+            raise CkptkitError(message, "pass a checkpoint with INT4, FP8 or FP4 weights to lint")
         ignore = get_list(content, "ignore")
     else:
         lists = (entries for key in KEYS[method] if isinstance(entries := content.get(key), list))
@@ -327,7 +327,7 @@ def _stored_names(path: Path) -> tuple[list[str], str]:
         return list(weight_map), "the index"
     if (path / SINGLE).exists():
         return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
-    return [], "the model's classes, since there are no weights"
+    return [], "the model's class, since no weights are stored"
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
@@ -348,7 +348,7 @@ def _method_of(config: Mapping[str, Any], where: object) -> Method:
     if method not in get_args(Method):
         known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
         message = f"{where}: {describe_quantization(config)}"
-        raise CkptkitError(message, f"lint checks the lists of {', '.join(known[:-1])} and {known[-1]}")
+        raise CkptkitError(message, f"lint only checks the lists of {', '.join(known[:-1])} and {known[-1]}")
     return cast("Method", method)
 
 
@@ -370,7 +370,7 @@ def _allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
 
 def _reason(matrix: Matrix, tree: ClassTree) -> str | None:
     if matrix.module.endswith(_NEVER):
-        return "engines hold it unquantized"
+        return "engines hold this layer unquantized"
     if matrix.module in tree.gates or (matrix.module in tree.others and not matrix.expert):
         return matrix.reason
     return None

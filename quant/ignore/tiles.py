@@ -72,7 +72,7 @@ def kernel_notes(
     if fault is None:
         return ()
     details = "; ".join(describe(fault[1]))
-    return (f"no {title} kernel of SGLang runs {details}: an engine would end at its first prompt; {fault[0]}",)
+    return (f"SGLang has no {title} kernel for {details}, and would end at the first prompt; {fault[0]}",)
 
 
 def ungated_notes(
@@ -101,7 +101,7 @@ def _kernel_fault(specs: Sequence[TensorSpec], is_expert: bool, group_size: int 
     if is_expert:
         return _expert_fault(specs, group_size, 1)
     if not any(rows % tile[0] == 0 and columns % tile[1] == 0 for tile in _TILES):
-        return f"{rows} rows of {columns} columns, which neither tiles of 128 by 64 nor of 64 by 128 divide"
+        return f"shape [{rows}, {columns}], which neither tiles of 128 x 64 nor of 64 x 128 divide"
     return f"{columns} columns, which groups of {group_size} do not divide" if columns % (group_size or 1) else None
 
 
@@ -151,18 +151,18 @@ def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, h
         if projection in ("k_proj", "v_proj"):  # repeated if there are more ranks than heads
             parts = min(tp, heads)
         if spec.shape[0] % parts:
-            return f"{spec.shape[0]} rows do not divide by {parts}"
+            return f"{spec.shape[0]} rows are not divisible by {parts}"
         rows += spec.shape[0] // parts
     if specs[0].name.split(".")[-2] in _ROW_PARALLEL:
         if columns % tp:
-            return f"{columns} columns do not divide by {tp}"
+            return f"{columns} columns are not divisible by {tp}"
         columns //= tp
     if rows % _ROWS:
-        return f"{rows} rows on a rank, which must divide by {_ROWS}"
+        return f"{rows} rows per rank, which must be divisible by {_ROWS}"
     if columns % _COLUMNS:
-        return f"{columns} columns on a rank, which must divide by {_COLUMNS}"
+        return f"{columns} columns per rank, which must be divisible by {_COLUMNS}"
     if group_size and columns % group_size:
-        return f"{columns} columns on a rank, which must divide by the group size {group_size}"
+        return f"{columns} columns per rank, which must be divisible by the group size {group_size}"
     return None
 
 
@@ -175,7 +175,7 @@ def _expert_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int) 
     if inner % tp or inner // tp % step:
         cut = f" on {tp} ranks: {inner / tp:g} on each" if tp > 1 else ""
         return f"experts of {inner} features{cut}, which is not a multiple of {step}"
-    return f"experts of hidden size {hidden}, which must divide by {_EXPERT_ROWS}" if hidden % _EXPERT_ROWS else None
+    return f"experts of hidden size {hidden}, not divisible by {_EXPERT_ROWS}" if hidden % _EXPERT_ROWS else None
 
 
 READER = "transformers"
@@ -196,7 +196,7 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
     if release.own_tree:
         return f"transformers {version('transformers')} has other modules than the release"
     name = next((one.module_class for one in built.tensors if one.is_fused), None)
-    return name and f"transformers {version('transformers')} holds them fused ({name}), and initializes them anew"
+    return name and f"transformers {version('transformers')} fuses the experts ({name}) and initializes them randomly"
 
 
 def refuse_for_transformers(config: Mapping[str, Any], where: str, readers: Iterable[str]) -> None:
@@ -205,8 +205,8 @@ def refuse_for_transformers(config: Mapping[str, Any], where: str, readers: Iter
     if READER not in chosen or chosen == set(ALL_READERS):
         return
     if (reason := fused_in_transformers(config)) is not None:
-        message = f"{where}: packed experts are not for --reader {READER}: {reason}"
-        raise CkptkitError(message, f"leave out --reader {READER}, or {UNPACKED}")
+        message = f"{where}: --reader {READER} cannot load packed experts: {reason}"
+        raise CkptkitError(message, f"remove --reader {READER}, or {UNPACKED}")
 
 
 def _named(config: Mapping[str, Any]) -> bool:

@@ -76,7 +76,7 @@ class ClassTree:
         if module == self.head:
             return "output embedding"
         if module in self.gates:
-            return "next to the experts: a router or a gate"
+            return "router or gate of experts"
         if self.draft_of(module):
             return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
@@ -142,7 +142,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
         refuse_draft(config)
         known = ", ".join(sorted(name for name, one in FAMILIES.items() if one.release))
         raise CkptkitError(
-            f"model_type {shortened(config.get('model_type'))}: which of its tensors are Linear layers is not known",
+            f"ckptkit does not know the Linear layers of model_type {shortened(config.get('model_type'))}",
             f"INT4 is supported for {known}",
             code="unsupported",
         )

@@ -90,11 +90,11 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
         differ = stored != original
         if not first and bool(differ.any()):
             row, column = differ.nonzero()[0].tolist()
-            first = f"[{begin + row}, {column}] is {original[row, column]:g} and would be {stored[row, column]:g}"
+            first = f"[{begin + row}, {column}] is {original[row, column]:g} but would be {stored[row, column]:g}"
         changed += int(differ.sum())
     if changed:
-        message = f"{name}: {changed} of {weight.numel()} weights are not exact: {first}"
-        raise CkptkitError(message, "leave it in its own format (--ignore), or leave out --exact to round it")
+        message = f"{name}: rounding would change {changed} of {weight.numel()} weights: {first}"
+        raise CkptkitError(message, "exclude the tensor with --ignore, or remove --exact to round it")
 
 
 def numbers_of(codes: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _quantized(
     rows, columns = weight.shape
     if rounding.four_bit and columns % (block[1] or columns):
         message = f"{name} has {columns} columns, which groups of {block[1]} do not divide"
-        raise CkptkitError(message, "leave it out (--ignore)")
+        raise CkptkitError(message, "exclude the tensor with --ignore")
     job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), rounding)
     tasks = row_tasks(rows, columns, block[0])
     finished = list(on_all_cores(job.run_kernel, tasks) if kernel else map(job.run, tasks))

@@ -169,7 +169,7 @@ def fp8_form(config: Mapping[str, Any]) -> Fp8Form | None:
     for key, known in supported.items():
         if (value := content.get(key)) not in known:
             hint = f"serve a checkpoint with {key} {known[0]!r}, as `ckptkit quantize --scheme fp8-block` writes it"
-            raise CkptkitError(f"config.json: weights of {method} with {key} {value!r} are not sent to an engine", hint)
+            raise CkptkitError(f"config.json: an engine with {method} and {key} {value!r} cannot be updated", hint)
     if method == "mxfp8":
         return Fp8Form(block, "modelopt")
     return Fp8Form(block, "deepgemm" if content.get("scale_fmt") == "ue8m0" else "online")
@@ -187,6 +187,6 @@ def refuse_nvfp4(config: Mapping[str, Any]) -> None:
         return  # the caller refuses unknown formats by name
     if isinstance(form, Floats) and any(layout.second for layout in form.layouts):
         raise CkptkitError(
-            "SGLang cannot take NVFP4 weights a second time: it repacks them for its kernels and keeps no way back",
+            "SGLang cannot load NVFP4 weights a second time: it repacks them for its kernels and cannot undo that",
             "update an engine in block FP8 or MXFP8 (`ckptkit quantize --scheme fp8-block`), or restart it",
         )

@@ -53,7 +53,7 @@ class OnlineQuantizer:
         self.form: Form
         if form := fp8_form(config):
             if grid:
-                raise CkptkitError("a grid is of INT4, and the engine serves FP8", "leave `grid` out")
+                raise CkptkitError("`grid` is for INT4, but the engine serves FP8", "remove `grid`")
             self.form, self.served = form, served_in_fp8(reference)
         else:
             refuse_nvfp4(config)
@@ -131,7 +131,7 @@ class Session:
     def add(self, named: Named) -> list[Bucket]:
         """Adds tensors, returns full buckets. Raises CkptkitError for unknown or repeated names, or after `finish`."""
         if not self._open:
-            raise CkptkitError("this update is finished", "begin a new one for every update")
+            raise CkptkitError("this update is already finished", "begin a new update")
         touched = dict.fromkeys(self._collect(name, tensor) for name, tensor in named)
         limit = self._limit
         full = {key for key in touched if limit is not None and self._bytes[key] > limit and self._may_be_cut(key)}
@@ -149,13 +149,13 @@ class Session:
         partial = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._may_be_cut(key)]
         if partial:
             hint = "send q_a_proj and kv_a_proj_with_mqa, q, k and v, gate and up in one update"
-            raise CkptkitError(f"a tensor that SGLang joins with {summarize(sorted(partial))} was not sent", hint)
+            raise CkptkitError(f"the update lacks a tensor that SGLang fuses with {summarize(sorted(partial))}", hint)
         return [self._bucket(key) for key in list(self._waiting)]
 
     def _collect(self, name: str, tensor: Tensor) -> str:
         known = self._served.name(name, tensor)
         if known in self._delivered:
-            raise CkptkitError(f"{name} came twice in one update", "begin a new update for every set of weights")
+            raise CkptkitError(f"{name} was sent twice in one update", "begin a new update for every set of weights")
         self._delivered.add(known)
         key = self._served.bucket.get(known, known)
         self._left[key] = self._left.get(key, 1) - 1
@@ -175,6 +175,6 @@ class Session:
 def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
     """Raises CkptkitError naming the packed weights that an update left out."""
     if missing := sorted(packed.difference(delivered, elsewhere)):
-        message = f"the update left out {len(missing)} packed weight(s), which SGLang has destroyed by now: "
+        message = f"the update lacks {len(missing)} packed weight(s), which SGLang has already discarded: "
         hint = "send every expert of every layer in each update, and repeat the update before anything is generated"
         raise CkptkitError(message + summarize(missing), hint)

@@ -57,11 +57,11 @@ class Served:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            message = f"{name} may be any of {summarize(matches)} of the engine's checkpoint"
-            raise CkptkitError(message, "send it under its name there")
+            message = f"{name} matches several tensors of the engine's checkpoint: {summarize(matches)}"
+            raise CkptkitError(message, "send it under its name in that checkpoint")
         message = f"{name} {list(tensor.shape)} is not a tensor of the engine's checkpoint"
-        hint = "send parameters under their names there, one tensor an expert"
-        hint += "" if self.whole else ", and give those names as `reference`"
+        hint = "send parameters under the names of that checkpoint, one tensor per expert"
+        hint += "" if self.whole else ", and pass these names as `reference`"
         raise CkptkitError(f"{message}, so SGLang would drop it silently", hint)
 
 
@@ -81,7 +81,7 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
     weights, whole = _weights(names, config)
     packed = frozenset(name for name, is_packed in weights.items() if is_packed)
     if not packed:
-        hint = "give the INT4 checkpoint that the engine serves, not the BF16 one"
+        hint = "pass the INT4 checkpoint that the engine serves, not the BF16 one"
         raise CkptkitError("the engine's checkpoint has no weight_packed", hint)
     _check_reloadable(packed, scheme)
     holders = (config, config.get("text_config") or {})
@@ -94,14 +94,14 @@ def served_in_fp8(reference: str | Path | Iterable[str] | None) -> Served:
     """Returns the tensors of an engine with the FP8 checkpoint at `reference`. Raises CkptkitError without scales."""
     names, specs = names_of(reference)
     if names is None:
-        message = "which weights an engine has in FP8 is not known from only its config"
-        raise CkptkitError(message, "give `reference`, the checkpoint that it serves, or the names of its tensors")
+        message = "the config of an engine does not determine which weights are FP8"
+        raise CkptkitError(message, "pass `reference`: the checkpoint that the engine serves, or its tensor names")
     known = set(names)
     scales = {name + FP8_SCALE_INV for name in known} & known
     weights = {name: name + FP8_SCALE_INV in scales for name in names if name not in scales}
     if not any(weights.values()):
         message = f"the engine's checkpoint has no tensor that ends in {FP8_SCALE_INV}"
-        raise CkptkitError(message, "give the FP8 checkpoint that the engine serves, not the BF16 one")
+        raise CkptkitError(message, "pass the FP8 checkpoint that the engine serves, not the BF16 one")
     shapes = {name: specs[name].shape for name in weights if name in specs and len(specs[name].shape) > 1}
     return _sort(weights, shapes, joins_experts=False)
 
@@ -153,12 +153,12 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
 def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
     linears = [name for name in packed if not _EXPERT.fullmatch(_module(name))]
     if linears:
-        message = "SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin "
-        hint = f"quantize the checkpoint that the engine serves again with {ignore_options(sorted(linears))}"
-        raise CkptkitError(f"{message}and keeps no way back: {summarize(sorted(linears))}", hint)
+        message = "SGLang cannot load INT4 Linear layers a second time, since it repacks them for Marlin "
+        hint = f"quantize the engine's checkpoint again with {ignore_options(sorted(linears))}"
+        raise CkptkitError(f"{message}and cannot undo that: {summarize(sorted(linears))}", hint)
     if not scheme.symmetric:
         message = "SGLang reads zero points of routed experts in another layout than compressed-tensors writes"
-        raise CkptkitError(message, "quantize the checkpoint that the engine serves again with symmetric scales")
+        raise CkptkitError(message, "quantize the engine's checkpoint again with symmetric scales")
 
 
 def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: int) -> None:
@@ -169,7 +169,7 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
             seen.setdefault(match["experts"], {}).setdefault(is_packed, []).append(name)
     for experts, both in seen.items():
         if len(both) > 1:
-            message = f"{experts} is packed in part, and SGLang looks at the first expert only: "
+            message = f"{experts} is partly packed, but SGLang checks only the first expert: "
             hint = f"quantize the checkpoint again with --ignore '{entry_for(_module(both[False][0]))}', "
             hint += "or with no entry for these experts"
             raise CkptkitError(f"{message}{summarize(both[False])} would be dropped", hint)
@@ -187,7 +187,7 @@ def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]
             reading = f"covers it with {covering[0]!r}" if covering else "does not cover it"
             state = "packed" if is_packed else "not packed"
             message = f"{name} is {state} in the engine's checkpoint, but `ignore` in its config {reading}"
-            hint = "config and weights belong to different checkpoints; `ckptkit lint` names the entries"
+            hint = "run `ckptkit lint`, which lists the entries: config and weights differ"
             raise CkptkitError(message, hint)
 
 

@@ -31,7 +31,7 @@ def begin(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None
     """
     found = _packed(model)
     if other := {name: scheme for name, (_, scheme) in found.items() if scheme != _RELOADABLE}:
-        hint = "only routed experts can be: leave every other layer out of INT4, "
+        hint = "quantize only routed experts to INT4, "
         hint += "and let SGLang choose Marlin (--moe-runner-backend auto or marlin)"
         schemes = ", ".join(sorted(set(other.values())))
         raise CkptkitError(f"SGLang cannot load {summarize(other)} again ({schemes})", hint)
@@ -44,7 +44,7 @@ def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     packed = [module for module, _ in _packed(model).values()]
     opened = [module for module in packed if not getattr(module, "is_marlin_converted", False)]
     if packed and not opened:
-        message = "no experts wait to be repacked"
+        message = "sglang_reload.end found no experts to be repacked"
         raise CkptkitError(message, "send ckptkit.quant.online.sglang_reload.begin before the weights of every update")
     for module in opened:
         workspace = module.workspace

@@ -40,8 +40,8 @@ _CT = "compressed-tensors"
 _MIXER = (".mixer.in_proj", ".mamba.in_proj")
 _ENGINES = {"sglang": "SGLang 0.5.16", "vllm": "vLLM 0.26"}
 _NOT_LOADED = (
-    "SGLang 0.5.16 does not load Qwen2.5-VL and Qwen3-VL in it, and builds the draft layers of Qwen3.5 unquantized "
-    r"(leave those out: --ignore 're:mtp\..*')"
+    "SGLang 0.5.16 does not load Qwen2.5-VL and Qwen3-VL in NVFP4, and builds the draft layers of Qwen3.5 unquantized "
+    r"(exclude those: --ignore 're:mtp\..*')"
 )
 
 
@@ -88,7 +88,7 @@ class FloatScheme:
             raise CkptkitError(f"unknown scheme {self.name!r}", f"choose one of {', '.join(_KINDS)}")
         known = _KINDS[self.name].roundings
         if self.rounding is not None and self.rounding not in known:
-            raise CkptkitError(f"{self.name} is not rounded as {self.rounding!r}", f"choose one of {', '.join(known)}")
+            raise CkptkitError(f"{self.name} has no rounding {self.rounding!r}", f"choose one of {', '.join(known)}")
         check_entries(self.ignore, "ignore")
 
     @property
@@ -118,11 +118,11 @@ class FloatScheme:
     def check_preset(self) -> None:
         """Raises CkptkitError unless trainers round updates of an engine in this way (`--preset rl`)."""
         if self.kind.updates is None:
-            message = f"--preset rl is not for {self.name}: no trainer updates an engine in it"
-            raise CkptkitError(message, "quantize to fp8-block")
+            message = f"--preset rl does not support {self.name}: no trainer updates engines in this scheme"
+            raise CkptkitError(message, "pass --scheme fp8-block")
         if self.formula != self.kind.updates:
             message = f"--preset rl rounds {self.name} as {self.kind.updates}, which is how trainers update an engine"
-            raise CkptkitError(message, "leave out --rounding")
+            raise CkptkitError(message, "remove --rounding")
 
 
 def from_options(name: str, given: dict[str, Any], reference: str | Path | None) -> FloatScheme:
@@ -276,7 +276,7 @@ def _reader_notes(
     if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
         notes += (
             f"{' and '.join(engines)}: this model's class reads weight_scale_inv as scales of another layout, and "
-            f"loads none of {scheme.title}; use --scheme fp8-channel or fp8-block with --rounding compressed-tensors",
+            f"cannot load {scheme.title}; pass --scheme fp8-channel or fp8-block with --rounding compressed-tensors",
         )
     return notes
 

@@ -79,7 +79,7 @@ def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed 
         return None
     if missing := [name for name in names if name not in reference.specs]:
         message = f"the reference has {names[0]} but no {missing[0]}"
-        raise CkptkitError(message, "download the missing shard, or leave the reference out")
+        raise CkptkitError(message, "download the missing shard, or pass no reference")
     words, scale, *zero_point = reference.read(names).values()
     return Packed(words, scale, zero_point[0] if zero_point else None)
 
@@ -97,7 +97,7 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
     rows, columns = weight.shape
     if before.scale.shape != (expected := (rows, scheme.groups(columns))):
         message = f"{name}: the reference has scales {list(before.scale.shape)}, not {list(expected)}"
-        raise CkptkitError(message, "give a reference of the same model")
+        raise CkptkitError(message, "pass a reference of the same model")
     scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
     zero_point = before.zero_point
     if zero_point is not None:
@@ -260,8 +260,8 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     joins = for_sglang and engine_class("sglang", config).joins_shared_expert
     if joins and (joined := [spec.name for spec in chosen if ".shared_experts." in spec.name]):
         raise CkptkitError(
-            f"{joined[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot load its zero points",
-            r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
+            f"{joined[0]}: SGLang stores a packed shared expert with the routed ones, but cannot load its zero points",
+            r"exclude it: --ignore 're:.*\.mlp\.shared_experts\..*'; or remove --asymmetric",
         )
     notes = tiles.kernel_notes("INT4", chosen, config, scheme.group_size, request.readers)
     notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
@@ -273,7 +273,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     if request.preset is None and before is None and scheme.grid == "qmax7":
         options = "--search mse" if has_experts else "--asymmetric, or --search mse,"
         advice = "qmax7 is for weights that training rounds to it (slime, Kimi K2); for other weights "
-        advice += f"{options} loses less: docs/quantize.md"
+        advice += f"{options} has a smaller error (docs/quantize.md)"
     return PackedWeights(scheme, names, request.device, sglang_experts=for_sglang, notes=notes, advice=advice)
 
 
@@ -293,7 +293,7 @@ def _reference(
     if request.like is not None:
         if stored_scheme(request.like.config) is None or not any(packed_in(request.like.specs)):
             declared = describe_quantization(request.like.config)
-            raise CkptkitError(f"--like has no INT4 weights: {declared}", "give an INT4 checkpoint of the same model")
+            raise CkptkitError(f"--like has no INT4 weights: {declared}", "pass an INT4 checkpoint of the same model")
         return reference, request.like.specs
     return reference, None if stored is None else _unpack_ignored(stored.specs, scheme.ignore)
 
@@ -306,7 +306,7 @@ def _names_for_rl(source: Checkpoint) -> dict[str, None]:
     experts = class_tree(adapt_config(source.config, source.specs)).experts
     if not experts:
         message = "--preset rl packs only routed experts, since SGLang cannot be updated with other INT4 layers; "
-        hint = "serve it in BF16, or leave out the preset if the engine is vLLM, or is never updated"
+        hint = "serve it in BF16, or remove --preset rl if the engine is vLLM or is never updated"
         raise CkptkitError(f"{message}this model has no routed experts", hint)
     packed = {f"{module}.weight" for module in experts}
     return dict.fromkeys(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)

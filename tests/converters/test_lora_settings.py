@@ -180,7 +180,7 @@ def test_factors_that_peft_drops_are_named_with_the_field(config, root, tmp_path
         assert {one.code for one in findings} == {code}
         assert any(all(field in one.actual for field in fields) and "lora_A" in str(one.tensor) for one in findings)
         monkeypatch.setattr("ckptkit.verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)
-    refusal("PEFT drops", verify, root / "base", source=root / "base", adapter=adapter)
+    refusal("PEFT ignores", verify, root / "base", source=root / "base", adapter=adapter)
 
 
 @pytest.mark.parametrize("targets", [[*Q_AND_V, "o_proj"], UNSLOTH, "ALL-linear"], ids=str)

@@ -37,7 +37,7 @@ KEYS, DRAFT = "model.layers.5.self_attn.k_proj.weight", "model.layers.12.eh_proj
         ({LAST: None}, {}, f"1.*{LAST}"),
         (spec(GATE, 11, 128), {}, rf"{GATE} \[11, 128\] bfloat16.*\[12, 128\]"),
         (spec(DRAFT, 128, 256), {}, f"1.*{DRAFT}"),
-        (spec(KEYS, 64, 128, dtype="float32"), {}, "one Megatron tensor, two dtypes"),
+        (spec(KEYS, 64, 128, dtype="float32"), {}, "different dtypes"),
         ({}, {"moe_intermediate_size": 160}, r"\[160, 128\]"),
         ({}, {"num_hidden_layers": 13}, r"model.layers.12.input_layernorm.weight"),
         ({}, {"quantization_config": {}}, "is quantized"),
@@ -78,4 +78,4 @@ def test_a_value_that_does_not_fit_float16_is_refused(releases):
     view = to_megatron(models.InMemory(config, tensors), "here", "float16")
     refusal(r"decoder\.final_layernorm\.weight .*float16.*9\.99e\+05", view.read, ["decoder.final_layernorm.weight"])
     back = to_hf(to_megatron(models.InMemory(config, tensors), "here"), "here", dtype="float16")
-    refusal("beyond float16", back.read, ["model.norm.weight"])
+    refusal("for float16", back.read, ["model.norm.weight"])

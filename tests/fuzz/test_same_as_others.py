@@ -83,7 +83,7 @@ _ENTRY = st.fixed_dictionaries(
     optional={"more": st.just(1)},
 )
 _SIZES = {"F32": 4, "BF16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1, "BOOL": 1, "C64": 8}
-_REFUSED_SHARD = re.compile(r"does not know|occurs twice|has .* twice|is not valid|where whole numbers must be")
+_REFUSED_SHARD = re.compile(r"does not know|occurs twice|has .* twice|is not valid|of whole numbers")
 
 
 @_FEW
@@ -201,7 +201,7 @@ _Words.yaml_implicit_resolvers = {
 }
 _Words.add_constructor("tag:yaml.org,2002:null", lambda *_: "null")
 _Words.add_constructor("tag:yaml.org,2002:merge", lambda *_: "<<")
-_REFUSED_YAML = re.compile("twice in one mapping|not a word|no mapping|levels, aliases expanded")
+_REFUSED_YAML = re.compile("twice in one mapping|not a string|not a mapping|levels deep|aliases expanded")
 
 
 def _plain(tree):

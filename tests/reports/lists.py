@@ -377,7 +377,7 @@ CASES = {
     "imp#1970": Case("gemma4/", prepare=_with_recipe),
     "sglang#18370": Case(
         "kimi_k25/",
-        ("language_model.layers.*, which engines rename",),
+        ("language_model.layers.*", "engines rename"),
         prepare=steps(
             stored_as("nvfp4-modelopt", r".*\.experts\..*_proj\.weight"),
             renamed(_short),

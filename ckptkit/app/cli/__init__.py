@@ -151,7 +151,7 @@ def _not_usable(error: ImportError) -> CkptkitError:
         message = f"{name or 'a library'} cannot be used: {words_of(error)}"
     if missing_of_convert(error):
         return MissingDependencyError(message, f"{INSTALL_CONVERT}: this command computes with weights")
-    return MissingDependencyError(message, "`ckptkit doctor` lists the missing parts; install it again for this Python")
+    return MissingDependencyError(message, "install ckptkit again for this Python; `ckptkit doctor` lists its parts")
 
 
 def _show_error(error: Exception, debug: bool) -> None:

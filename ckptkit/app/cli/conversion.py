@@ -58,9 +58,9 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     show_default=True,
     type=click.Choice((*NAMES, UNQUANTIZED)),
     help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
-    "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours; mxfp4: E2M1 (4 bits) with "
-    "one (compressed-tensors mxfp4-pack-quantized); nvfp4: E2M1 with an FP8 scale for 16 neighbours and one for the "
-    "layer, weights only; none: dequantizes a quantized release, to BF16 or the dtype of INT4's scales.",
+    "fp8-channel: FP8 with one scale per row; mxfp8: FP8 with one power-of-two scale per 32 weights; mxfp4: 4-bit E2M1 "
+    "with the same scales (compressed-tensors mxfp4-pack-quantized); nvfp4: 4-bit E2M1 with an FP8 scale per 16 "
+    "weights and one per layer, weights only; none: dequantize a release to BF16, or to the dtype of INT4's scales.",
 )
 @common.quantizing
 @common.writing
@@ -93,7 +93,7 @@ def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) ->
     for other in options_of_others(name):
         if context.get_parameter_source(other) is ParameterSource.COMMANDLINE:
             spelled = f"--{other.replace('_', '-')}"
-            raise click.UsageError(f"{spelled}: no effect with the scheme {name}; leave it out", context)
+            raise click.UsageError(f"{spelled} has no effect with --scheme {name}: remove it", context)
         options.pop(other)
     if name == UNQUANTIZED:
         return None
@@ -131,8 +131,8 @@ def _print_result(result: ConversionResult) -> None:
     if result.dequantized:
         total += f", dequantized from {result.dequantized}"
     if result.was_whole:
-        echo(f"{result.destination} ({result.format}) was written by the run before: {total}", *_packed(result))
-        echo("all files are there, side files with their bytes and weights with their sizes; no weight was read")
+        echo(f"{result.destination} ({result.format}) was already complete: {total}", *_packed(result))
+        echo("all files are complete: side files by their bytes, weights by their sizes; no weight was read")
         return
     if result.forecast is None:
         echo(f"{result.destination} ({result.format}): {total}", *_packed(result))

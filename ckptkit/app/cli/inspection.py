@@ -27,7 +27,7 @@ _LISTED = 8  # files that inspect lists by name
     "--megatron-args",
     "as_args",
     is_flag=True,
-    help="Print only the Megatron arguments of the model, in the form for a launch script.",
+    help="Print only the Megatron arguments of the model, as a launch script has them.",
 )
 @common.as_json
 def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: bool) -> None:
@@ -154,12 +154,12 @@ def explain(words: tuple[str, ...]) -> None:
     echo(*run(" ".join(words)).split("\n"))
 
 
-@click.command(cls=Verb, short_help="List installed parts, and the witnesses that can run.")
+@click.command(cls=Verb, short_help="List installed parts, and the engines and trainers that can run.")
 @click.argument("parts", nargs=-1, metavar="[PART...]")
 @common.pythons
 @common.as_json
 def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
-    """List the installed packages, the witnesses that can run here and their devices, and missing packages.
+    """List the installed packages, the engines and trainers that can run, their devices, and missing packages.
 
     PART is one of convert, megatron, sglang, vllm, engine, ray and remote. Exit code 2 if ckptkit's own installation or
     a named part is not usable, else 0.
@@ -181,7 +181,7 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @common.local_hf
-@option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
+@option("--exact", is_flag=True, help="Count a tensor in another dtype as different, even if a cast is equal.")
 @common.as_json
 def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.

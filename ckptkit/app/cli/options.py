@@ -21,7 +21,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > MAX_RANKS:
-            raise click.BadParameter(f"{part!r} is neither a rank nor a range: give numbers such as 0,5,56-63")
+            raise click.BadParameter(f"{part!r} is neither a rank nor a range: use numbers such as 0,5,56-63")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 
@@ -40,7 +40,7 @@ _HF_HELP = "HF directory with the config of a Megatron checkpoint that was saved
 hf = option("--hf", type=PATH_OR_URL, help=_HF_HELP)
 local_hf = option("--hf", type=PATH, help=_HF_HELP)
 workers, ray = rows("workers"), rows("ray")
-as_json = option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+as_json = option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 strict = option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
 every = option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
 reports = option(
@@ -54,12 +54,12 @@ reports = option(
 writing = rows(group="writing")
 # Programs that may be in separate environments, and the options that run each.
 PROGRAMS = {
-    "megatron": Needs(("against_megatron",), "add --against-megatron, or leave it out"),
+    "megatron": Needs(("against_megatron",), "pass --against-megatron, or remove this option"),
     "sglang": Needs(
         ("against_sglang", "engine", "update", "release_resume", "rollout_data"),
-        "add --against-sglang, --engine or --rollout-data, or leave it out",
+        "pass --against-sglang, --engine or --rollout-data, or remove this option",
     ),
-    "vllm": Needs(("against_vllm",), "add --against-vllm, or leave it out"),
+    "vllm": Needs(("against_vllm",), "pass --against-vllm, or remove this option"),
 }
 pythons = together(
     *(
@@ -67,7 +67,7 @@ pythons = together(
             f"--{name}-python",
             type=click.Path(),
             needs=needs,
-            help=f"The Python of its environment. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
+            help=f"The Python of the environment with {name}. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
         )
         for name, needs in PROGRAMS.items()
     )
@@ -89,7 +89,7 @@ megatron_option = partial(
     option,
     needs=Needs(
         ("against_megatron",),
-        "add --against-megatron, or leave it out: files and values do not depend on how Megatron is launched",
+        "pass --against-megatron, or remove this option: files and values do not depend on Megatron's launch",
     ),
 )
 megatron = together(
@@ -118,7 +118,7 @@ megatron = together(
     megatron_option(
         "--trainer-loader",
         is_flag=True,
-        help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
+        help="Megatron: load with Megatron-LM's own load_checkpoint, which reads the tracker file, as a trainer does.",
     ),
 )
 _quantizing = partial(option, needs=QUANTIZED)
@@ -126,43 +126,43 @@ quantizing = together(
     _quantizing(
         "--group-size",
         type=click.Choice(["32", "64", "128", "channel"]),
-        help="Weights that share a scale; channel: one row. [default: that of an INT4 source, or 128]",
+        help="Number of weights per scale; channel: a complete row. [default: as in an INT4 source, or 128]",
     ),
     _quantizing(
         "--grid",
         type=click.Choice(["qmax7", "minmax"]),
-        help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). "
-        "[default: the one that ckptkit recorded in an INT4 source, or qmax7]",
+        help="qmax7: scale absmax/7 (slime's QAT, Kimi); minmax: absmax/7.5 (compressed-tensors). "
+        "[default: as ckptkit recorded in an INT4 source, or qmax7]",
     ),
-    _quantizing("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
+    _quantizing("--asymmetric", is_flag=True, default=None, help="Store a zero point per scale; needs --grid minmax."),
     _quantizing(
         "--search",
         default="none",
         show_default=True,
         type=click.Choice(["none", "mse"]),
-        help="mse: clip the largest weights if that reduces the error; on the minmax grid.",
+        help="mse: clip the largest weights if that reduces the error; requires --grid minmax.",
     ),
     _quantizing(
         "--scale-dtype",
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="The dtype of scales; auto: that of the weight.",
+        help="The dtype of scales; auto: the dtype of the weight.",
     ),
     _quantizing(
         "--rounding",
         type=click.Choice(
             ["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors", "modelopt"]
         ),
-        help="The writer to match byte for byte. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
+        help="The program to match byte for byte. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
         "compressed-tensors; mxfp8: modelopt; mxfp4: compressed-tensors; nvfp4: modelopt, compressed-tensors. "
-        "[default: online, slime, modelopt, compressed-tensors, modelopt]",
+        "[defaults, in this order: online, slime, modelopt, compressed-tensors, modelopt]",
     ),
     _quantizing(
         "--exact",
         is_flag=True,
-        help="Floats: stop at a weight that rounding would change. Useful for an MXFP4 source if scales are powers of "
-        "two (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
+        help="Not for w4a16: stop at a weight that rounding would change. Useful for an MXFP4 source if scales are "
+        "powers of two (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
     rows(group="quantizing"),
     _quantizing(

@@ -64,7 +64,7 @@ def guard_stdout() -> Iterator[None]:
         _drop(sys.stdout)
     except OSError as error:
         _drop(sys.stdout)
-        hint = "the requested files are written; run it again with a writable standard output"
+        hint = "run it again with a writable standard output; the requested files are written"
         raise CkptkitError(f"standard output: {error.strerror}", hint) from error
 
 

@@ -14,8 +14,8 @@ from ckptkit.app.option import EXCLUDES, Needs, Option
 
 _SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
 _GLOBAL = (
-    (("-q", "--quiet"), "quiet", "Show neither progress nor the closing line."),
-    (("-v", "--verbose"), "verbose", "A line for each step."),
+    (("-q", "--quiet"), "quiet", "Print no progress and no closing line."),
+    (("-v", "--verbose"), "verbose", "Print a line for each step."),
     (("--debug",), "debug", "Show a traceback when something goes wrong."),
 )
 
@@ -47,7 +47,7 @@ VERBS = {
 # The sections in --help of verbs that compare; the remaining options come last.
 _SECTIONS = {
     "Compare with": {"--source", "--trained", "--adapter", "--hf", "--manifest"},
-    "Ask real programs": {
+    "Real engines and trainers": {
         *("--against-megatron", "--against-sglang", "--against-vllm", "--against-transformers"),
         *("--engine", "--update", "--release-resume"),
         *("--logits", "--rollout-data", "--rollout-temperature"),

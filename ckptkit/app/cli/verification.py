@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 _verify_options = together(
     click.argument("checkpoint", type=PATH),
-    option("--source", type=PATH, help="The checkpoint it was made from, HF or Megatron: every value is compared."),
+    option("--source", type=PATH, help="The checkpoint that it was made from, HF or Megatron: compare every value."),
     option(
         "--trained",
         is_flag=True,
-        needs=Needs(("source",), "add --source RELEASE, which training started from"),
-        help="It was trained from --source: values may differ, names, shapes, configuration and tokenizer may not.",
+        needs=Needs(("source",), "pass --source RELEASE, from which training started"),
+        help="It was trained from --source: only values may differ, not names, shapes, configuration or tokenizer.",
     ),
     option(
         "--adapter",
         type=PATH,
-        needs=Needs(("source",), "add --source BASE, which it was merged into"),
+        needs=Needs(("source",), "pass --source BASE, into which the adapter was merged"),
         help="A PEFT adapter (LoRA) that was merged into --source.",
     ),
     common.local_hf,
@@ -60,14 +60,14 @@ _verify_options = together(
     option(
         "--engine",
         is_flag=True,
-        help="Serve it with a live engine: SGLang, with --against-vllm vLLM. Needs GPUs, as do the next two.",
+        help="Serve it with a live engine: SGLang, or vLLM with --against-vllm. Needs GPUs, as do the next two.",
     ),
-    option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
-    option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
+    option("--update", is_flag=True, help="Serve it, and load it again, by tensor and from disk: nothing may change."),
+    option("--release-resume", is_flag=True, help="Serve it, release its memory and resume: nothing may be lost."),
     option(
         "--logits",
         is_flag=True,
-        help="Does it predict text? Runs transformers on the CPU. With --engine, compares the engine's "
+        help="Check that it predicts text, with transformers on the CPU. With --engine, compare the engine's "
         "output with transformers'; for a Megatron checkpoint with --against-megatron, Megatron's output.",
     ),
     option(
@@ -79,13 +79,13 @@ _verify_options = together(
     option(
         "--rollout-temperature",
         type=click.FloatRange(0, min_open=True),
-        needs=Needs(("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
-        help="... and was sampled at this temperature. [default: the recorded one, or 1]",
+        needs=Needs(("rollout_data",), "pass --rollout-data FILE, which was sampled at this temperature"),
+        help="The sampling temperature of --rollout-data. [default: the recorded one, or 1]",
     ),
     option(
         "--manifest",
         type=PATH,
-        help="A ckptkit.json stored elsewhere: compares every tensor and side file with its digest.",
+        help="A ckptkit.json stored elsewhere: compare every tensor and side file with its digest.",
     ),
     common.parallel,
     option("--etp", type=PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
@@ -93,8 +93,8 @@ _verify_options = together(
         "--dp-attention",
         is_flag=True,
         needs=(
-            Needs(("against_sglang",), "add --against-sglang and --tp, or leave it out"),
-            Needs(("tp",), "add --tp: a single rank has complete attention layers anyway"),
+            Needs(("against_sglang",), "pass --against-sglang and --tp, or remove this option"),
+            Needs(("tp",), "pass --tp: a single rank has complete attention layers anyway"),
         ),
         help="With --tp: SGLang has complete attention layers on every rank.",
     ),
@@ -156,7 +156,7 @@ def verify(
     type=click.IntRange(0),
     needs=Needs(
         ("load", "ref_load", "script", "launch"),
-        "add --load or --ref-load, or a launch: an HF directory has no iterations",
+        "pass --load, --ref-load or a launch: an HF directory has no iterations",
     ),
     help="The iteration to load instead of the latest.",
 )
@@ -199,12 +199,12 @@ def preflight(
     arguments = context.meta[LAUNCH]
     paths = [options[name] for name in ("hf_checkpoint", "load", "ref_load")]
     if script is None and not arguments and not any(paths):
-        raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
+        raise click.UsageError("pass a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     report = run(script, arguments=arguments, **options)
     print_report(report, as_json, strict, reports, every)
 
 
-@click.command(cls=LaunchVerb, short_help="Run a launch, and stop it before the trainer starts if it is wrong.")
+@click.command(cls=LaunchVerb, short_help="Run a launch, and stop it before the trainer starts if preflight fails.")
 @common.reports
 @common.strict
 @click.argument("words", nargs=-1, metavar="-- COMMAND...")
@@ -219,7 +219,7 @@ def gate(context: click.Context, /, words: tuple[str, ...], reports: tuple[Path,
     from ckptkit.app.gate import gate as run
 
     if words or not (command := context.meta[LAUNCH]):
-        raise click.UsageError("give the command that starts the job after --: ckptkit gate -- bash run.sh")
+        raise click.UsageError("pass the command that starts the job after --: ckptkit gate -- bash run.sh")
     options = [word for path in reports for word in ("--report", str(path.absolute()))] + ["--strict"] * strict
     code, remark = run(command, options)
     if remark:

@@ -32,7 +32,7 @@ class AdapterFiles(HfCheckpoint):
         if not os.path.lexists(self.root / ADAPTER_WEIGHTS):
             hint = "save the adapter with save_pretrained(..., safe_serialization=True)"
             if os.path.lexists(self.root / _PICKLE):
-                raise UnsupportedError(f"{self.root / _PICKLE} is a pickle, which is not read", hint)
+                raise UnsupportedError(f"{self.root / _PICKLE} is a pickle, which ckptkit does not read", hint)
             raise MissingError(f"{self.root} has no {ADAPTER_WEIGHTS}", hint)
         self.shards = {ADAPTER_WEIGHTS: read_shard(self.root / ADAPTER_WEIGHTS).sound()}
         self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}

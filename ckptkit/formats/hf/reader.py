@@ -71,7 +71,7 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
-        raise DamagedError(f"{shown} does not hold a JSON object", "restore it from the release")
+        raise DamagedError(f"{shown} does not contain a JSON object", "restore it from the release")
     return content
 
 
@@ -125,7 +125,7 @@ class HfCheckpoint:
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         refuse_other_format(self.root)
         if weight_map is None and not os.path.lexists(self.root / SINGLE):
-            hint = other_weights(self.root) or "download its weights, as safetensors"
+            hint = other_weights(self.root) or "download the weights as safetensors"
             raise MissingError(f"{self.directory} has neither {INDEX} nor {SINGLE}", hint)
         known = shards or {}
         self.shards = {
@@ -145,16 +145,16 @@ class HfCheckpoint:
         if actual == weight_map and stored == len(actual):
             return
         if ghosts := weight_map.keys() - actual.keys():
-            message = f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}"
-            raise DamagedError(message, "a shard is wrong")
+            message = f"{index} lists {len(ghosts)} tensor(s) that no shard contains: {summarize(sorted(ghosts))}"
+            raise DamagedError(message, "copy the shards again: one is truncated or from another save")
         if extra := actual.keys() - weight_map.keys():
             message = f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}"
-            raise DamagedError(message, "the index is wrong")
+            raise DamagedError(message, "restore the index of this save")
         if stored != len(actual):
-            hint = "two saves are mixed: `ckptkit verify` lists the files, and the newer ones among them"
-            raise DamagedError(f"{self.directory}: a tensor is in two shards", hint)
+            hint = "run `ckptkit verify` to list the files of the two mixed saves"
+            raise DamagedError(f"{self.directory}: two shards contain the same tensor", hint)
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:
-            raise DamagedError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")
+            raise DamagedError(f"{index} names the wrong file for {summarize(moved)}", "restore the index")
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

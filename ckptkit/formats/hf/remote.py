@@ -58,7 +58,7 @@ def check_unchanged(source: Directory) -> None:
     after = Listing.of(Store(before.url)).versions
     if changed := [name for name in sorted({*before.versions, *after}) if before.versions.get(name) != after.get(name)]:
         message = f"{before.url} changed while it was read: {summarize(changed)}"
-        raise ChangedError(message, "run again when nothing writes there")
+        raise ChangedError(message, "run again when no program writes to this URL")
 
 
 def _fetch(store: Store, root: Path) -> Listing:
@@ -71,8 +71,8 @@ def _fetch(store: Store, root: Path) -> Listing:
     for name in small:
         limit = MAX_BYTES if name in LOADED else MAX_SIDE_FILE_BYTES
         if listing.sizes[name] > limit:
-            message = f"{store.at(name)}: {listing.sizes[name]} bytes, but at most {limit} are read of such a file"
-            raise CkptkitError(message, "copy the right one there")
+            message = f"{store.at(name)} has {listing.sizes[name]} bytes, but ckptkit reads at most {limit}"
+            raise CkptkitError(message, "upload the file of the release")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_AT_ONCE, "ckptkit-open") as pool:
         tasks = [pool.submit(store.download, name, root / name) for name in small]
@@ -89,14 +89,14 @@ def _check_kind(store: Store) -> None:
     """Raises CkptkitError unless this is an HF directory, before its folders are listed."""
     top = store.top()
     if not top:
-        raise MissingError(f"{store.url} is empty", "check the URL; give the directory that has config.json")
+        raise MissingError(f"{store.url} is empty", "check the URL; pass the directory that contains config.json")
     is_iteration = any(ITERATION.fullmatch(name) or LEGACY_RANK.fullmatch(name) for name in top)
     if is_iteration or {TRACKER, ".metadata"} & set(top):
         message = f"{store.url} is a Megatron checkpoint, but only HF directories are read from URLs"
         raise CkptkitError(message, "copy it to a local disk first")
     if CONFIG not in top:
-        message = f"{store.url} has no config.json, but {summarize(top)}"
-        raise MissingError(message, "give the directory of an HF checkpoint")
+        message = f"{store.url} has no config.json, only {summarize(top)}"
+        raise MissingError(message, "pass the directory of an HF checkpoint")
 
 
 def fetch_header(store: Store, name: str, size: int, target: Path) -> None:
@@ -113,5 +113,5 @@ def fetch_header(store: Store, name: str, size: int, target: Path) -> None:
 def _read(store: Store, name: str, offset: int, count: int) -> bytes:
     buffer = bytearray(count)
     if store.read_into(name, memoryview(buffer), offset) != count:
-        raise DamagedError(f"{store.at(name)} ends within its header", "copy it there again")
+        raise DamagedError(f"{store.at(name)} ends within its header", "upload this file again")
     return bytes(buffer)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1 << 60  # of a tensor; a larger size is a fault
 # Hints for dtypes of safetensors that no engine reads.
 _UNREAD = {
-    "F4": "engines read pairs of 4-bit numbers as U8: export them as bytes",
+    "F4": "export pairs of 4-bit numbers as U8, which engines read",
     **dict.fromkeys(
         ("F8_E4M3FNUZ", "F8_E5M2FNUZ"),
-        "this is FP8 of AMD's MI300, with half the value of F8_E4M3: export the release's FP8, which engines convert",
+        "export the release's FP8, which engines convert: this is FP8 of AMD's MI300, with half the value of F8_E4M3",
     ),
 }
 _LFS = b"version "  # a pointer of Git LFS begins with this
@@ -115,7 +115,7 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         with memory_for(remote or path):
             return scan_shard(path, remote).sound()
     except OSError as error:
-        hint = next_move(path, "the index names it; is a shard missing?")
+        hint = next_move(path, "restore this shard, which the index lists")
         raise CkptkitError(f"{remote or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
 
 
@@ -126,19 +126,19 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         first = file.read(8)
         length = int.from_bytes(first, "little")
         if first == _LFS:
-            return unreadable(path, "a pointer of Git LFS instead: run `git lfs pull`", remote)
+            return unreadable(path, "it is a Git LFS pointer: run `git lfs pull`", remote)
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
+            return unreadable(path, f"it has {size} bytes, too few for its header of {length}", remote)
         text = file.read(length)
     try:
         if (values := count_values(text)) > MAX_VALUES:
-            return unreadable(path, f"a header of about {values} values, but at most {MAX_VALUES} are read", remote)
+            return unreadable(path, f"its header has about {values} values, but at most {MAX_VALUES} are read", remote)
         header = json.loads(text.decode())
         require_characters(text, header)
     except (ValueError, RecursionError) as error:
-        return unreadable(path, f"a header that is not JSON ({error})", remote)
+        return unreadable(path, f"its header is not JSON ({error})", remote)
     if not isinstance(header, dict):
-        return unreadable(path, "a header that is not a JSON object", remote)
+        return unreadable(path, "its header is not a JSON object", remote)
     if problem := long_name(header):
         return unreadable(path, problem, remote)
     # More colons than pairs of the parsed values: in names, or of repeated keys.
@@ -224,7 +224,7 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
         return Fault(expected, actual, name, _UNREAD.get(str(dtype)))
     for values in (shape, offsets):
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
-            actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
+            actual = f"its header entry for {name} has {shortened(values)} instead of whole numbers"
             return Fault(expected, actual, name)
     is_bounded = all(0 <= number < _MAX_BYTES for number in (*shape, *offsets))
     if not is_bounded or len(shape) > MAX_AXES or len(offsets) != 2 or math.prod(shape) >= _MAX_BYTES:
@@ -241,7 +241,7 @@ def _misplaced(spans: Sequence[_Span], start: int, size: int) -> Iterator[Fault]
             stop = end
             continue
         if end - begin != nbytes:
-            yield Fault(f"{nbytes} bytes for {spec}", f"its entry spans {end - begin}", spec.name)
+            yield Fault(f"{nbytes} bytes for {spec}", f"its header entry spans {end - begin} bytes", spec.name)
         if begin != stop:
             kind = "overlaps the tensor before it" if begin < stop else "leaves a hole before it"
             yield Fault(f"data from byte {stop}", f"data from byte {begin}: it {kind}", spec.name)

@@ -36,7 +36,7 @@ def side_files(root: Path, within: Path | None = None) -> list[Path]:
     for a broken link or a folder instead of a file that loaders read.
     """
     if folders := [name for name in sorted(LOADED) if (root / name).is_dir()]:
-        raise CkptkitError(f"{root / folders[0]} is not a regular file", "put the file of the release in its place")
+        raise CkptkitError(f"{root / folders[0]} is not a regular file", "replace it with the file of the release")
     files = [file for file in files_below(root, within) if not is_hidden(str(file))]
     links = {file: target for file in files if (target := target_of(root / file)) is not None}
     for file in filter(is_read, links):
@@ -55,7 +55,7 @@ def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
     for file in files:
         if (name := os.fsencode(file).decode(errors="backslashreplace")) != str(file):
             message = f"{root} contains a file with a name that is not UTF-8, {name}"
-            raise CkptkitError(message, "rename it: a manifest cannot name it")
+            raise CkptkitError(message, "rename the file: a manifest cannot contain its name")
     return list(files)
 
 
@@ -83,11 +83,11 @@ def pieces_of(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_SIDE_FILE_BYTES:
-                raise OSError(errno.EFBIG, f"{size} bytes, but at most {MAX_SIDE_FILE_BYTES} are read of a side file")
+                raise OSError(errno.EFBIG, f"it has {size} bytes, but ckptkit reads at most {MAX_SIDE_FILE_BYTES}")
             while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "make this file of the checkpoint readable") from error
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
@@ -186,11 +186,11 @@ def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
         return None
     layout = read_json(manifest).get("hf_layout")
     if not isinstance(layout, dict) or not all(isinstance(names, list) for names in layout.values()):
-        raise CkptkitError(f"{manifest} has no hf_layout of files and tensors", "name the HF directory with --hf")
+        raise CkptkitError(f"{manifest} has no valid hf_layout", "pass the HF directory of this model with --hf")
     for file in layout:
         if Path(file).name != file or not file.endswith(".safetensors"):
-            message = f"{manifest} puts tensors into {file!r}, which is not a safetensors file of one directory"
-            raise CkptkitError(message, "name the HF directory with --hf")
+            message = f"{manifest} assigns tensors to {file!r}, which is not the name of a safetensors file"
+            raise CkptkitError(message, "pass the HF directory of this model with --hf")
     return {file: [str(name) for name in names] for file, names in layout.items()}
 
 
@@ -198,11 +198,11 @@ def layout_for(checkpoint: Checkpoint, layout: Mapping[str, list[str]]) -> dict[
     """`layout` if it names exactly the tensors of `checkpoint`. Raises CkptkitError otherwise."""
     names = [name for file in layout.values() for name in file]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        message = f"the shard layout names tensors twice: {summarize(twice)}"
-        raise CkptkitError(message, "name the HF directory with --hf")
+        message = f"the shard layout contains tensors twice: {summarize(twice)}"
+        raise CkptkitError(message, "pass the HF directory of this model with --hf")
     if differ := sorted(set(names) ^ set(checkpoint.specs)):
-        message = f"the shards of the reference hold other tensors than this model: {summarize(differ)}"
-        raise CkptkitError(message, "name the right HF directory with --hf")
+        message = f"the shards of the reference contain other tensors than this model: {summarize(differ)}"
+        raise CkptkitError(message, "pass the HF directory of this model with --hf")
     return dict(layout)
 
 
@@ -213,7 +213,7 @@ def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
     home = directory(hf)
     require_own_files(home.path)
     if not (home.path / "config.json").exists():
-        raise MissingError(f"{home} has no config.json", "name the HF directory of this model with --hf")
+        raise MissingError(f"{home} has no config.json", "pass the HF directory of this model with --hf")
     return home
 
 
@@ -222,8 +222,8 @@ def config_in(home: Path | Directory, path: Path) -> Mapping[str, Any]:
     home = directory(home)
     file = home.path / "config.json"
     if not file.exists():
-        message = f"{path}: the HF config of this model is not stored next to it"
-        raise MissingError(message, "name its HF directory with --hf")
+        message = f"{path} has no HF config of this model stored next to it"
+        raise MissingError(message, "pass the HF directory of this model with --hf")
     # Megatron's weights are not quantized, even if `home` is an INT4 release of the model.
     return without_quantization(read_json(file, home.at("config.json")))
 

@@ -37,7 +37,7 @@ class SafetensorsFiles:
         if set(self._offset) != set(specs) or sum(map(len, self.names.values())) != len(specs):
             wrong = sorted({name for names in layout.values() for name in names} ^ set(specs))
             message = f"the shard layout and the tensors to write differ: {summarize(wrong)}"
-            raise CkptkitError(message, "name the HF directory with --hf")
+            raise CkptkitError(message, "pass the HF directory of this model with --hf")
 
     def _place(self, file: str, specs: Sequence[TensorSpec]) -> bytes:
         """The header of a file with these tensors. Stores their positions and the file's size."""

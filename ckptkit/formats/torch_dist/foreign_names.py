@@ -74,7 +74,7 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
     for key, blob in _pickles(path, metadata).items():
         state = blob.object(_is_object)
         if _EXTRA_STATE in key and not _is_empty(state):
-            message = f"{blob}: {key} holds bytes that Transformer Engine would unpickle"
+            message = f"{blob}: {key} contains bytes that Transformer Engine would unpickle"
             raise UnsupportedError(message, "save it without FP8 state")
 
 
@@ -97,7 +97,7 @@ def _foreign_in_metadata(path: Path, metadata: StoredMetadata) -> tuple[str, Uns
     foreign = sorted(name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS))
     if not foreign:
         return None
-    message = f"{path / '.metadata'} names {foreign[0]}, which torch does not write"
+    message = f"{path / '.metadata'} contains {foreign[0]}, which torch does not write"
     return foreign[0], UnsupportedError(message, FOREIGN_HINT)
 
 

@@ -22,8 +22,8 @@ _OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embeddi
 _ARGUMENTS = {"args", "checkpoint_version"}
 _CHUNK = re.compile(r"model\d+\.")
 _CHUNKS_HINT = (
-    "Megatron-LM 0.16 to 0.19 neither saves nor loads those (--ckpt-format fsdp_dtensor): export it to HF from the "
-    "program that wrote it (Megatron-Bridge: AutoBridge.save_hf_pretrained)"
+    "export it to HF from the program that wrote it (Megatron-Bridge: AutoBridge.save_hf_pretrained): Megatron-LM 0.16 "
+    "to 0.19 neither saves nor loads pipeline chunks (--ckpt-format fsdp_dtensor)"
 )
 _DCP_HINT = (
     "export it to HF safetensors with the trainer that wrote it, or read it with torch "
@@ -43,7 +43,7 @@ def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
         return
     if not keys or (not by_torch and any(map(_OF_MEGATRON.search, keys))):
         return
-    kind, hint = "a checkpoint of torch.distributed.checkpoint (DCP) and not of Megatron", _DCP_HINT
+    kind, hint = "a checkpoint of torch.distributed.checkpoint (DCP), not of Megatron", _DCP_HINT
     if _ARGUMENTS.issubset(key.partition(".")[0] for key in keys) and any(map(_CHUNK.match, keys)):
         kind, hint = "a checkpoint of Megatron-FSDP in pipeline chunks", _CHUNKS_HINT
     keep = "keep this directory: ckptkit has not checked it"

@@ -47,8 +47,9 @@ _MAX_BYTES = 1 << 60  # of a file or an axis; a larger size is a fault
 _MAX_NAMES = 500_000  # global tensors of one key or of all: a model of 10^12 parameters has 10^5
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
 MAX_METADATA = 1 << 28  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
-FOREIGN_HINT = "nothing in it was run; if you trust it, load it with Megatron, leave that out and save it again"
-_DAMAGED = "no model has so many: the file is damaged; copy it again"
+FOREIGN_HINT = "if you trust it, load it with Megatron and save it again without this (ckptkit ran none of its code)"
+_AGAIN = "copy the checkpoint again: it is damaged"
+_DAMAGED = "copy the file again: it is damaged, since no model has so many"
 
 # The calibration of ModelOpt's simulated quantization, which does not affect the weights, unlike the factors of its
 # smoothing (`_pre_quant_scale`) and the scales of packed weights (`_scale`).
@@ -111,10 +112,10 @@ def read_metadata(path: Path) -> StoredMetadata:
         with gc_paused(), memory_for(file):
             return _read_metadata(path, file)
     except OSError as error:
-        hint = "a torch_dist checkpoint needs it; was the save interrupted?"
+        hint = "copy or save the checkpoint again: torch_dist requires this file"
         raise CkptkitError(f"{file}: {why_unreadable(file, error)}", hint, code=code_of(error)) from error
     except NotAllowed as error:
-        raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", FOREIGN_HINT) from error
+        raise UnsupportedError(f"{file} contains {error.kind}, which torch does not write", FOREIGN_HINT) from error
     except AttributeError as error:
         message = f"{file} is not DCP metadata: it has a part of type {kind_of(error.obj)}, which has no {error.name}"
         raise DamagedError(message) from error
@@ -128,7 +129,7 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     names = frozenset(named)
     tables = [getattr(content, key, None) for key in ("storage_data", "state_dict_metadata")]
     if not all(isinstance(one, dict) for one in tables):
-        raise DamagedError(f"{file} holds {kind_of(content)} instead of torch's Metadata with two tables")
+        raise DamagedError(f"{file} contains {kind_of(content)} instead of torch's Metadata with its tables")
     keys = [index.fqn for index in content.storage_data]
     offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
     places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
@@ -158,7 +159,7 @@ def _rename(path: Path, tensors: Mapping[str, StoredTensor], keys: Mapping[str, 
     found: dict[str, StoredTensor] = {}
     for key, one in tensors.items():
         if (new := keys[key]) in found:
-            raise DamagedError(f"{path} holds {shortened(new)} twice, once as {shortened(key)}", "save it again")
+            raise DamagedError(f"{path} contains {shortened(new)} twice, once as {shortened(key)}", "save it again")
         found[new] = StoredTensor(new, one.shape, one.dtype, one.chunks)
     return found
 
@@ -194,8 +195,8 @@ class _Storage:
     def blob(self, key: str, offsets: Shape | None) -> Blob:
         """The bytes of one chunk, or of an object (offsets None)."""
         if (key, offsets) not in self.places:
-            message = f"{self.path / '.metadata'} has no position for {key} at {offsets}"
-            raise DamagedError(message, "the checkpoint is incomplete")
+            message = f"{self.path / '.metadata'} has no file for the chunk of {key} at {offsets}"
+            raise DamagedError(message, "copy the checkpoint again: it is incomplete")
         info = self.places[key, offsets]
         if getattr(info, "transform_descriptors", None):
             message = f"{self.path}: {key} is stored transformed ({shortened(info.transform_descriptors)})"
@@ -204,7 +205,7 @@ class _Storage:
         if name not in self.files:
             if Path(name).name != name or "\0" in name:
                 message = f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory"
-                raise DamagedError(message, "the file is damaged or manipulated; copy the checkpoint again")
+                raise DamagedError(message, "copy the checkpoint again: this file is damaged or manipulated")
             self.files[name] = self.path / name
         return Blob(self.files[name], info.offset, info.length)
 
@@ -215,7 +216,7 @@ def _stored(storage: _Storage, key: str, entry: Any) -> StoredTensor:
     sizes = _shapes([chunk.sizes for chunk in entry.chunks])
     boxes = [(begin or (), size or ()) for begin, size in zip(offsets, sizes, strict=True)]
     if any(len(begin) != len(shape) or len(size) != len(shape) for begin, size in boxes):
-        raise TypeError(f"{key} has {len(shape)} axes, but its chunks have others")
+        raise TypeError(f"{key} has {len(shape)} axes, but its chunks have another number")
     chunks = tuple([Chunk(begin, size, storage.blob(key, begin)) for begin, size in boxes])
     # TensorProperties is pickled as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = entry.properties.state[0]
@@ -237,7 +238,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
     after = (ends - np.arange(1, len(boxes) + 1)).clip(0)
     if after.sum() > _MAX_COMPARED:
-        return f"too many of {len(boxes)} chunks share rows to be compared"
+        return f"too many of {len(boxes)} chunks share rows, so ckptkit cannot check their overlap"
     for first, second in _pairs(after):
         overlap = np.minimum(high[first], high[second]) > np.maximum(low[first], low[second])
         if (found := overlap.all(axis=1)).any():
@@ -325,15 +326,15 @@ class TorchDistCheckpoint:
         self._logical: dict[str, tuple[Part, ...]] = {}  # the parts of every global tensor
         for name, parts in self._name_all():
             if len(self._logical) >= _MAX_NAMES:
-                raise DamagedError(f"{self.path} claims to hold more than {_MAX_NAMES} tensors", _DAMAGED)
+                raise DamagedError(f"{self.path} declares more than {_MAX_NAMES} tensors", _DAMAGED)
             if name in self._logical:
                 keys = f"{self._logical[name][0].stored.key} and {parts[0].stored.key}"
-                hint = "two saves were mixed: save again into an empty directory"
-                raise DamagedError(f"{self.path}: {keys} both hold {name}", hint)
+                hint = "save again into an empty directory: two saves are mixed"
+                raise DamagedError(f"{self.path}: {keys} both contain {name}", hint)
             self._logical[name] = parts
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
-                hint = "the save is incomplete; loading it would leave random values there"
+                hint = "save again: this save is incomplete, and loading it would leave random values"
                 raise DamagedError(f"{self.path}: {stored.key}: {problem}", hint)
 
     def _name_all(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
@@ -346,8 +347,8 @@ class TorchDistCheckpoint:
                 yield name, (part,)
         for (name, suffixes), parts in split.items():
             if missing := [suffix for suffix in suffixes if suffix not in parts]:
-                message = f"{self.path}: {name} lacks its part {missing[0]}"
-                raise DamagedError(message, "the save is incomplete: save again")
+                message = f"{self.path}: {name} lacks the part {missing[0]}"
+                raise DamagedError(message, "save again: the save is incomplete")
             yield name, tuple(parts[suffix] for suffix in suffixes)
 
     def _parts(self) -> Iterator[tuple[str, Part]]:
@@ -358,7 +359,7 @@ class TorchDistCheckpoint:
                 yield from parts_of(name, stored)
             elif [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in weights[name].chunks]:
                 message = f"{self.path}: {key} and {name} are two names of one norm, but have different bytes"
-                hint = "Megatron's specs load different models: save again with one --transformer-impl, keep this save"
+                hint = "keep this save, and save again with one --transformer-impl: others load another model"
                 raise DamagedError(message, hint)
 
     @property
@@ -402,17 +403,17 @@ class TorchDistCheckpoint:
         if self.metadata.layout in OF_FSDP:
             return {key: blob.object() for key, blob in self.metadata.objects.items() if key in COMMON}
         message = f"{self.path} has neither common.pt nor a common_state object"
-        raise MissingError(message, "the save was interrupted; Megatron cannot load it")
+        raise MissingError(message, "save again: the save was interrupted, and Megatron cannot load it")
 
     @property
     def args(self) -> Mapping[str, Any]:
         """The stored training arguments, or empty without any. Raises CkptkitError for another type."""
         stored, subject = self.common.get("args"), f"{self.path}: the stored training arguments are"
         if stored is not None and not hasattr(stored, "__dict__"):
-            raise DamagedError(f"{subject} {type(stored).__name__}, no namespace", "the checkpoint is damaged")
+            raise DamagedError(f"{subject} {type(stored).__name__}, not argparse.Namespace", _AGAIN)
         args = dict(vars(stored)) if stored is not None else {}
         if not is_bounded(args):
-            raise DamagedError(f"{subject} not bounded", "the checkpoint is damaged")
+            raise DamagedError(f"{subject} too many or nested too deeply", _AGAIN)
         return args
 
     def files_of(self, names: Sequence[str]) -> list[str]:
@@ -463,7 +464,7 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     content = content[0] if isinstance(content, list) and content else content
     if not isinstance(content, dict):
         kind = kind_of(content)
-        raise DamagedError(f"{blob}: Megatron's common state is {kind}, not a dict", "the checkpoint is damaged")
+        raise DamagedError(f"{blob}: Megatron's common state is {kind}, not a dict", _AGAIN)
     return content
 
 
@@ -474,7 +475,7 @@ def parts_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, Part]]:
     if len(stored.shape) < depth:
         raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts")
     if math.prod(stored.shape[:depth]) > _MAX_NAMES:
-        raise DamagedError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
+        raise DamagedError(f"{key} declares {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MAX_COMPARED
     chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
     single = (1,) * depth
@@ -487,7 +488,7 @@ def parts_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, Part]]:
         box = [range(start, min(start + size, end)) for start, size, end in axes]
         left -= math.prod(map(len, box))
         if left < 0:
-            raise DamagedError(f"{key} has {len(stored.chunks)} chunks, which contain it many times", _DAMAGED)
+            raise DamagedError(f"{key} has {len(stored.chunks)} chunks, which overlap too often", _DAMAGED)
         for index in itertools.product(*box):
             if index in chunks:
                 chunks[index].append(chunk)

@@ -135,7 +135,7 @@ def is_padding(offset: int, elements: int) -> bool:
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
 # Formats with names of parameters look alike on disk; content_metadata distinguishes them.
 _BY_PARAMETER, _BY_NUMBER = "by parameter", "by number"
-LEFT_OUT = "convert leaves it out"
+LEFT_OUT = "convert does not copy this state"
 _CALIBRATION = "ModelOpt's calibration (_amax of its quantizers)"
 
 
@@ -216,7 +216,7 @@ def calibration_note(state: Mapping[str, Any]) -> list[str]:
     """A note on a conversion without ModelOpt's calibration, or empty if there is none."""
     if (found := state.get(_CALIBRATION)) is None:
         return []
-    return [f"leaves out {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
+    return [f"convert omits {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
 
 
 def describe_state(state: Mapping[str, Any]) -> str | None:

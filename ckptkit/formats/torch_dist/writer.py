@@ -107,13 +107,13 @@ class TorchDistFiles:
     def _place(self, spec: TensorSpec, file_bytes: int) -> list[_Part]:
         if spec.dtype not in STORAGE_CLASS:
             message = f"{spec} has a dtype that Megatron checkpoints do not support"
-            raise CkptkitError(message, "give --dtype, or start from a release in bfloat16")
+            raise CkptkitError(message, "pass --dtype, or start from a release in bfloat16")
         key, expert = disk_key(spec.name)
         if expert is not None:
             self._experts[key] = max(self._experts[key], expert + 1)
         if self._dtypes.setdefault(key, spec.dtype) != spec.dtype:
-            message = f"{spec}: the other experts of this layer are {self._dtypes[key]}"
-            raise CkptkitError(message, "give --dtype or cast the source first")
+            message = f"{spec} differs in dtype from the other experts of its layer ({self._dtypes[key]})"
+            raise CkptkitError(message, "pass --dtype, or cast the source first")
         if not self._end or self._end[self._last] >= file_bytes:
             self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
         self.names.setdefault(self._last, []).append(spec.name)

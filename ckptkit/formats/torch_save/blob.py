@@ -51,10 +51,10 @@ _IS_ZIP64 = b"\1\0"  # the extra field of an entry with sizes or an offset of 64
 def zip_problem(found: Sequence[ZipInfo], tail: bytes, length: int) -> str | None:
     """Why entries cannot be read one by one or readers may differ, or None. `tail`: the last END_BYTES bytes."""
     if any(info.compress_type != ZIP_STORED for info in found):
-        return "an entry is compressed"
+        return "one of its zip entries is compressed"
     directory, count = _directory(tail, length)
     if directory is None or count != len(found):
-        return "the records at its end contradict each other, or something follows them"
+        return "the zip records at its end contradict each other, or other bytes follow them"
     return _name_problem(found) or _misplaced(found, directory)
 
 
@@ -80,24 +80,24 @@ def _name_problem(found: Sequence[ZipInfo]) -> str | None:
     folder = found[0].filename.partition("/")[0] if found else ""
     for info in found:
         if info.orig_filename != info.filename or not info.filename.isascii():
-            return f"entry {info.orig_filename!r:.80} has a name that readers interpret differently"
+            return f"entry {info.orig_filename!r:.80} has a name that zip readers interpret differently"
         if not info.filename.startswith(f"{folder}/"):
             return f"entry {info.filename!r:.80} is in another folder than the first"
         is_zip64 = info.extra[:2] == _IS_ZIP64 and len(info.extra) == 4 + int.from_bytes(info.extra[2:4], "little")
         if info.extra and not is_zip64:
             return f"entry {info.filename!r:.80} has fields that torch.save does not write"
-    return "two entries have one name" if len({info.filename.lower() for info in found}) < len(found) else None
+    return "two zip entries have one name" if len({info.filename.lower() for info in found}) < len(found) else None
 
 
 def _misplaced(found: Sequence[ZipInfo], directory: int) -> str | None:
     end = 0
     if found and min(info.header_offset for info in found):
-        return "its first entry is not at its start"
+        return "its first zip entry is not at its start"
     for info in sorted(found, key=attrgetter("header_offset")):
         if info.header_offset < end:
             return f"entry {info.filename!r:.80} overlaps another"
         end = info.header_offset + LOCAL_HEADER + info.file_size
-    return "an entry is longer than the file" if end > directory else None
+    return "a zip entry is longer than the file" if end > directory else None
 
 
 _MAX_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
@@ -144,7 +144,7 @@ class Blob:
         """The error for an unreadable file."""
         if isinstance(error, FileNotFoundError):
             return MissingError(f"{self.path} is missing", "copy it again from the save")
-        return CkptkitError(f"{self}: {error}", "the file is missing or damaged; copy it again")
+        return CkptkitError(f"{self}: {error}", "copy the file again: it is missing or damaged")
 
     def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Like `tensor`, from all bytes of the blob: the tensor's description is at both ends."""
@@ -193,19 +193,19 @@ class Blob:
         content = self._pickled(entries)
         arguments = content.args if isinstance(content, Record) else ()
         if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
-            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+            raise DamagedError(f"{self} is not a plain tensor", "copy or save it again: torch.save did not write it")
         storage, offset, size, stride = arguments[:4]
         if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise DamagedError(f"{self}: holds a tensor with a description that torch does not write")
+            raise DamagedError(f"{self}: its tensor has an invalid shape, stride, offset or storage")
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
-            message = f"{self}: holds {list(size)} {kind}, but the metadata has {list(shape)} {dtype}"
-            raise DamagedError(message, "the checkpoint is damaged")
+            message = f"{self} contains {list(size)} {kind}, but the metadata has {list(shape)} {dtype}"
+            raise DamagedError(message, "copy the checkpoint again: it is damaged")
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
-            raise DamagedError(f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}")
+            raise DamagedError(f"{self}: its storage has {info.file_size} bytes, not {storage[4] * ITEMSIZE[dtype]}")
         if offset + reach(size, stride) > storage[4]:
-            raise DamagedError(f"{self}: the tensor exceeds its storage of {info.file_size} bytes")
+            raise DamagedError(f"{self}: its tensor exceeds the storage of {info.file_size} bytes")
         return info, stride, offset
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
@@ -218,13 +218,13 @@ class Blob:
         tail = bytearray(min(END_BYTES, self.length))
         self.read(memoryview(tail), self.length - len(tail))
         if problem := zip_problem(found, bytes(tail), self.length):
-            raise DamagedError(f"{self}: {problem}", "this file was not written by torch.save, or is damaged")
+            raise DamagedError(f"{self}: {problem}", "copy the file again: it is damaged, or not by torch.save")
         return {info.filename.partition("/")[2]: info for info in found}
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
         """One of `entries`. Raises CkptkitError if it is missing."""
         if name not in entries:
-            raise DamagedError(f"{self}: has no entry {name}", "this file was not written by torch.save")
+            raise DamagedError(f"{self} has no zip entry {name}", "copy or save it again: torch.save did not write it")
         return entries[name]
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
@@ -240,30 +240,30 @@ class Blob:
         return header + LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
     def _too_short(self) -> CkptkitError:
-        return CkptkitError(f"{self}: ends too early", "the file is truncated; copy it again")
+        return CkptkitError(f"{self} ends too early", "copy the file again: it is truncated")
 
     def check(self, info: zipfile.ZipInfo, checksum: int) -> None:
         """Raises CkptkitError if this differs from the CRC-32 of an entry."""
         if info.CRC and checksum != info.CRC:
-            hint = "the file was damaged after it was written; copy it again"
+            hint = "copy the file again: it was damaged after it was written"
             raise DamagedError(f"{self}: its bytes do not match their checksum", hint)
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
-            raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
+            raise CkptkitError(f"{self} has big-endian numbers", "save it on a little-endian machine")
         try:
             with memory_for(self):
                 return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
         except NotAllowed as error:
-            hint = "nothing in it was run; if you trust the file, load it, leave that out and save it again"
-            raise UnsupportedError(f"{self.path} holds {error.kind}, which is not plain data", hint) from error
+            hint = "if you trust the file, load it and save it again without this (ckptkit ran none of its code)"
+            raise UnsupportedError(f"{self.path} contains {error.kind}, which is not plain data", hint) from error
         except pickle.UnpicklingError as error:
-            raise DamagedError(f"{self}: cannot be unpickled: {error}") from error
+            raise DamagedError(f"{self} cannot be unpickled: {error}") from error
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)
         if info.file_size > _MAX_READ:
-            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MAX_READ} bytes are read")
+            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"ckptkit reads at most {_MAX_READ}")
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
@@ -332,7 +332,7 @@ class _Stream(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Raises OSError for more bytes than the limit for a zip's directory."""
         if size > _MAX_DIRECTORY:
-            raise OSError(errno.EFBIG, f"a zip with a directory of {size} bytes")
+            raise OSError(errno.EFBIG, f"its zip directory has {size} bytes")
         return super().read(size) or b""
 
     def readinto(self, buffer: Any) -> int:

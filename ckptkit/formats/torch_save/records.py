@@ -68,5 +68,5 @@ class NotAllowed(pickle.UnpicklingError):
     """A pickle names a class or function that is not allowed; `kind` is its full name."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(f"it names {kind}")
+        super().__init__(f"it contains {kind}")
         self.kind = kind

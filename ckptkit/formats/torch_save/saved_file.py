@@ -62,9 +62,9 @@ class SavedFile:
                 old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
             self._blob = Blob(path, 0, path.stat().st_size)
         except OSError as error:
-            raise CkptkitError(f"{path}: {error.strerror}", "copy it from the save", code=code_of(error)) from error
+            raise CkptkitError(f"{path}: {error.strerror}", "copy this file again", code=code_of(error)) from error
         if old:
-            hint = "if you trust it, load it with an old torch and save it with a new one"
+            hint = "if you trust the file, load it with torch 1.6 or later and save it again"
             raise CkptkitError(f"{path} is in the format that torch wrote before 1.6", hint)
         self.path, self._allowed = path, allowed
         self._checked: set[str] = set()  # storages with a valid checksum
@@ -83,17 +83,17 @@ class SavedFile:
         if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
-            message = f"{self.path}: {name} is {kind_of(value)}, no plain tensor"
-            raise CkptkitError(message, "only dense bf16, fp16 and fp32 weights can be read")
+            message = f"{self.path}: {name} is {kind_of(value)}, not a plain tensor"
+            raise CkptkitError(message, "save it with dense bf16, fp16 or fp32 weights")
         storage, offset, shape, stride = value.args[:4]
         kind = kind_of(storage[1]) if isinstance(storage, tuple) and len(storage) >= 5 else ""
         dtype = DTYPE_OF_STORAGE.get(kind.rpartition(".")[2])
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
-            raise DamagedError(f"{self.path}: {name} has a description that torch does not write")
+            raise DamagedError(f"{self.path}: {name} has an invalid dtype, shape, stride or offset")
         tensor = SavedTensor(shape, dtype, storage[2], offset, stride)
         size = entry.file_size if (entry := self._entries.get(f"data/{tensor.storage}")) else -1
         if (offset + tensor.reach) * ITEMSIZE[dtype] > size or math.prod(shape) > size:
-            raise DamagedError(f"{self.path}: the bytes of {name} are not in it")
+            raise DamagedError(f"{self.path} does not contain all bytes of {name}")
         return tensor
 
     @cached_property

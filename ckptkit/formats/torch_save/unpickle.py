@@ -55,13 +55,13 @@ class Machine:
     def run(self) -> Any:
         """The object that the pickle builds. Raises pickle.UnpicklingError."""
         if (objects := count_objects(self._content)) > MAX_OBJECTS:
-            raise pickle.UnpicklingError(f"about {objects} objects, but at most {MAX_OBJECTS} are read")
+            raise pickle.UnpicklingError(f"it has about {objects} objects, but ckptkit reads at most {MAX_OBJECTS}")
         try:
             return self._run()
         except UnicodeDecodeError as error:
-            raise pickle.UnpicklingError(f"text that is not UTF-8 before byte {self._at + 1}") from error
+            raise pickle.UnpicklingError(f"its text before byte {self._at + 1} is not UTF-8") from error
         except (LookupError, ValueError, struct.error) as error:
-            raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
+            raise pickle.UnpicklingError(f"it is damaged before byte {self._at + 1}") from error
 
     def _run(self) -> Any:
         """Runs all instructions. Inlines the most frequent ones of `.metadata`, because calls would take longer."""
@@ -124,13 +124,13 @@ class Machine:
         """Raises pickle.UnpicklingError for too many values on the stack or in the memo."""
         marked = self._marked
         if len(marked) > MAX_MARKS or len(stack) + sum(map(len, marked)) > MAX_STACK:
-            raise pickle.UnpicklingError(f"more than {MAX_STACK} values that are not in a container")
+            raise pickle.UnpicklingError(f"it has more than {MAX_STACK} values on its stack")
         if len(self._memo) > MAX_OBJECTS:
-            raise pickle.UnpicklingError(f"more than {MAX_OBJECTS} objects in its memo")
+            raise pickle.UnpicklingError(f"it has more than {MAX_OBJECTS} objects in its memo")
 
     def unknown(self) -> NoReturn:
         """Raises for an invalid instruction, or one of protocol 0 or 1, the extension registry or external buffers."""
-        raise pickle.UnpicklingError(f"instruction {self._content[self._at]:#04x} at byte {self._at}, not allowed here")
+        raise pickle.UnpicklingError(f"its instruction {self._content[self._at]:#04x} at byte {self._at} is forbidden")
 
     def _take(self, nbytes: int) -> bytes:
         """The argument of an instruction: the bytes after its first one."""
@@ -172,7 +172,7 @@ class Machine:
 
     def _integer(self, content: bytes) -> None:
         if len(content) > MAX_INTEGER:
-            raise pickle.UnpicklingError(f"an integer of {len(content)} bytes")
+            raise pickle.UnpicklingError(f"it has an integer of {len(content)} bytes")
         self._stack.append(int.from_bytes(content, "little", signed=True))
 
     # Containers.
@@ -192,7 +192,7 @@ class Machine:
         if type(target) is list:
             target.extend(items)
         elif not isinstance(target, Record):  # items of a subclass of list are ignored
-            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a list")
+            raise pickle.UnpicklingError(f"it adds list items to {type(target).__name__}")
 
     def add_items(self) -> None:
         items = self._to_mark()
@@ -200,14 +200,14 @@ class Machine:
         if type(target) is set:
             target.update(map(_key, items))
         elif not isinstance(target, Record):
-            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a set")
+            raise pickle.UnpicklingError(f"it adds set items to {type(target).__name__}")
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is dict or type(target) is Items:
             _put(target, items)
         elif not isinstance(target, Record):  # items of a subclass of dict are ignored
-            raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is not a dict")
+            raise pickle.UnpicklingError(f"it adds dict items to {type(target).__name__}")
 
     # The stack and the memo.
 
@@ -221,7 +221,7 @@ class Machine:
     def _keep(self, index: bytes) -> None:
         at, memo = int.from_bytes(index, "little"), self._memo
         if at > len(memo):
-            raise pickle.UnpicklingError(f"place {at} of the memo, which has {len(memo)}")
+            raise pickle.UnpicklingError(f"it writes entry {at} of its memo, which has only {len(memo)} entries")
         memo[at : at + 1] = [self._stack[-1]]
 
     # Names, and objects of classes.
@@ -233,14 +233,14 @@ class Machine:
     def named_on_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise pickle.UnpicklingError("a name that is not text")
+            raise pickle.UnpicklingError("the name of a class is not a string")
         self._push(self._find(module, name))
 
     def _find(self, module: str, name: str) -> Any:
         key = module, name
         if key not in self._names:
             if len(self._names) >= MAX_NAMES:
-                raise pickle.UnpicklingError(f"more than {MAX_NAMES} names of classes and functions")
+                raise pickle.UnpicklingError(f"it has more than {MAX_NAMES} names of classes and functions")
             self._names[key] = self._named(module, name)
         return self._names[key]
 
@@ -260,9 +260,9 @@ class Machine:
         elif type(target) is Items:
             # torch adds `_metadata`, versions of modules, to a state dict. Other attributes would be lost.
             if not isinstance(state, dict) or state.keys() - {"_metadata"}:
-                raise pickle.UnpicklingError("a state for a dict that is not `_metadata` of a state dict")
+                raise pickle.UnpicklingError("it sets attributes of a dict other than `_metadata`")
         else:
-            raise pickle.UnpicklingError(f"a state for {type(target).__name__}, which has none")
+            raise pickle.UnpicklingError(f"it sets attributes of {type(target).__name__}, which has none")
         self._at += 1
 
 
@@ -274,7 +274,7 @@ def count_objects(content: bytes) -> int:
 
 def _put(target: dict[Any, Any], items: list[Any]) -> None:
     if len(items) % 2:
-        raise pickle.UnpicklingError("a key without a value")
+        raise pickle.UnpicklingError("a dict has a key without a value")
     rest = iter(items)
     for key in rest:
         target[key if type(key) is str or isinstance(key, Record) else _key(key)] = next(rest)
@@ -292,7 +292,7 @@ def _has_state(stack: list[Any]) -> bool:
 def _called(target: Any, arguments: Any) -> Any:
     """The result of a call, if it is allowed."""
     if type(arguments) is not tuple:
-        raise pickle.UnpicklingError("arguments that are not a tuple")
+        raise pickle.UnpicklingError("the arguments of a call are not a tuple")
     if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
         return tuple(arguments[0])
     if _is_record(target):
@@ -302,7 +302,7 @@ def _called(target: Any, arguments: Any) -> Any:
     if target is Items and not arguments:
         return Items()
     kind = target if isinstance(target, type) else type(target)
-    raise pickle.UnpicklingError(f"a call of {kind.__name__}")
+    raise pickle.UnpicklingError(f"it calls {kind.__name__}, which is not allowed")
 
 
 def _key(value: Any) -> Any:
@@ -315,7 +315,7 @@ def _key(value: Any) -> Any:
         level = [part for one in level if type(one) is tuple for part in one]
         if not level:
             return value
-    raise pickle.UnpicklingError("a key or an element of a set of an invalid type, or with too many parts")
+    raise pickle.UnpicklingError("a key of a dict or an element of a set has an invalid type or too many parts")
 
 
 def _may_be_in_a_key(value: Any) -> bool:

@@ -138,8 +138,8 @@ class Layout:
 _MX = 32  # weights that share a power of two
 _POWERS = ("uint8", EXPONENTS)
 _PACKED = "_packed"
-_MXFP4 = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
-_MXFP8 = "MXFP8 (float8_e4m3fn, one power of two for each 32 weights)"
+_MXFP4 = "MXFP4 (4-bit floats, one power-of-two scale for each 32 weights)"
+_MXFP8 = "MXFP8 (float8_e4m3fn, one power-of-two scale for each 32 weights)"
 
 
 def _fp8(block: Block, *inputs: str, static: bool, scales: tuple[str, ...] = (FP8_SCALE,), **more: Any) -> Layout:

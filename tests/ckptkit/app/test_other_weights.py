@@ -28,7 +28,7 @@ OTHER = {
 def test_other_weights_are_named(tmp_path, file):
     source = tmp_path / "source"
     write(source / file, "x")
-    for message in ("holds no checkpoint", "neither"):
+    for message in ("contains no checkpoint", "neither"):
         for run in (inspect, lambda path: convert(path, tmp_path / "out")):
             error = refusal(message, run, source)
             assert str(error.hint) == text_with(OTHER[file])
@@ -50,7 +50,7 @@ def test_safetensors_that_nothing_names(tmp_path):
 def test_the_folder_of_the_authors_format(releases, copy_of):
     source = copy_of(releases("qwen2-tied"))
     shutil.copytree(releases("qwen2-tied"), source / "original")
-    assert refusal("authors", inspect, source / "original").hint == f"give the HF directory around it: {source}"
+    assert refusal("authors", inspect, source / "original").hint.endswith(f": {source}")
     assert inspect(source)["tensors"] == inspect(releases("qwen2-tied"))["tensors"]
 
 
@@ -93,7 +93,7 @@ def test_a_file_instead_of_a_directory(tmp_path, name, hint):
 )
 def test_a_checkpoint_further_down_is_named(tmp_path, file):
     write(tmp_path / file, "x")
-    assert refusal("holds no checkpoint", inspect, tmp_path).hint == text_with(f"{(tmp_path / file).parent}")
+    assert refusal("contains no checkpoint", inspect, tmp_path).hint == text_with(f"{(tmp_path / file).parent}")
 
 
 def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_path):

@@ -71,7 +71,7 @@ def test_a_format_that_is_not_known(releases, converted, copy_of, tmp_path):
         lambda: verify(converted("qwen2-tied"), source=source),
     ]
     for job in jobs:
-        assert refusal(message, job).hint == text_with("fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors")
+        assert refusal(message, job).hint == text_with("fp8, mxfp8, mxfp4, modelopt, quark compressed-tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 

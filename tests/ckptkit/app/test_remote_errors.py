@@ -117,7 +117,7 @@ def test_a_library_that_is_not_installed(monkeypatch, url, module):
 
 
 def test_a_kind_of_url_that_nothing_reads():
-    assert refusal("nosuch://bucket/model", "nosuch://").hint == "give s3://, gs://, hf:// or az://, or download it"
+    assert refusal("nosuch://bucket/model", "nosuch://").hint == text_with("s3://, gs://, hf:// az://")
 
 
 def test_a_store_that_cannot_be_written(monkeypatch):
@@ -183,7 +183,7 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
         store.read("config.json", 99)
     store.write("tokenizer.json", b"x" * 1000)
     monkeypatch.setattr(remote, "MAX_BYTES", 999)
-    refusal(store.url, "tokenizer.json: 1000.*999", reading)
+    refusal(store.url, "tokenizer.json .*1000.*999", reading)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_destination_that_exists(small_release, bucket):
 
 def test_a_destination_in_the_source(stored, bucket):
     before = bucket.listed()
-    with pytest.raises(CkptkitError, match="models/qwen/int4 overlaps .*models/qwen, which is read"):
+    with pytest.raises(CkptkitError, match="models/qwen/int4 overlaps .*models/qwen"):
         quantize(stored, f"{stored}/int4", int4_scheme(group_size=32), overwrite=True)
     assert bucket.listed() == before
 
@@ -256,7 +256,7 @@ def test_a_source_that_changes_meanwhile(to, stored, bucket, s3_address, tmp_pat
     assert bucket.listed() == before
 
 
-SHARED = "copy to such a file system, or leave out --ray"
+SHARED = "--ray"
 
 
 @pytest.mark.parametrize(

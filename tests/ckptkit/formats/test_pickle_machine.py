@@ -76,7 +76,7 @@ def test_every_instruction_of_protocols_2_to_5_is_known_or_refused_by_number():
         try:
             unpickle.loads(b"\x80\x05" + code)
         except pickle.UnpicklingError as error:
-            if "not allowed here" in str(error):
+            if "instruction" in str(error):
                 refused.add(instruction.name)
     text = {"INT", "LONG", "STRING", "UNICODE", "FLOAT", "PUT", "GET", "PERSID"}  # of protocol 0
     old = {"BINSTRING", "SHORT_BINSTRING", "INST", "OBJ"}  # of protocol 1
@@ -99,13 +99,13 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
         pytest.param(_in_a_dict(b"\x8a\x09" + b"\xff" * 8 + b"\x00"), "a key", id="key of 2^64 - 1"),
         pytest.param(b"\x80\x04\x8f(]\x90.", "element", id="list in a set"),
         pytest.param(b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b".", "1000000 bytes", id="integer"),
-        pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "not allowed here", id="integer in digits"),
+        pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "instruction", id="integer in digits"),
         pytest.param(b"\x80\x04\x8c\x03\xed\xa0\x80.", "not UTF-8", id="surrogate"),
         pytest.param(b"\x80\x02X\xff\xff\xff\xff", "too early", id="string of 4 GiB"),
         pytest.param(b"\x80\x02a.", "damaged before byte 3", id="empty stack"),
-        pytest.param(b"\x80\x02K\x01)R.", "a call of int", id="call of a number"),
-        pytest.param(b"\x80\x02ctorch\nSize\nK\x09\x85R.", "a call of tuple", id="size of a number"),
-        pytest.param(b"\x80\x02]}b.", "a state for list", id="state of a list"),
+        pytest.param(b"\x80\x02K\x01)R.", "calls int", id="call of a number"),
+        pytest.param(b"\x80\x02ctorch\nSize\nK\x09\x85R.", "calls tuple", id="size of a number"),
+        pytest.param(b"\x80\x02]}b.", "attributes of list", id="state of a list"),
         pytest.param(b"\x80\x02(K\x01d.", "without a value", id="odd dict"),
         pytest.param(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.", "4294967295.*0", id="index of the memo"),
     ],
@@ -175,14 +175,14 @@ def test_more_values_than_wait_in_any_pickle_are_refused(monkeypatch):
     for made in (b"N", b")", b"K\0", b"J\1\2\3\4", b"2", b"h\0", b"C\2ab", b"(NN"):
         begin, count = b"\x80\x02Nq\0", 50 if made.startswith(b"(") else 100
         assert unpickle.loads(begin + made * (count - 1) + b".") is not NotImplemented
-        with pytest.raises(pickle.UnpicklingError, match="100.*container"):
+        with pytest.raises(pickle.UnpicklingError, match="100.*stack"):
             unpickle.loads(begin + made * (count + 10) + b".")
 
 
 def test_marks_and_a_memo_without_end_are_refused(monkeypatch):
     monkeypatch.setattr(unpickle, "_PIECE", 8)
     assert len(unpickle.loads(b"\x80\x02" + b"(" * 9_000 + b"l" * 9_000 + b".")) == 1
-    with pytest.raises(pickle.UnpicklingError, match="container"):
+    with pytest.raises(pickle.UnpicklingError, match="stack"):
         unpickle.loads(b"\x80\x02" + b"(" * 10_010 + b"N.")
     monkeypatch.setattr(unpickle, "MAX_OBJECTS", 100)
     with pytest.raises(pickle.UnpicklingError, match="100.*memo"):
@@ -291,7 +291,7 @@ def test_tensor_saved_by_torch_is_read_back_from_the_middle_of_a_file(tmp_path):
 def test_object_where_a_tensor_should_be_and_truncation(tmp_path):
     file = tmp_path / "x"
     torch.save({"no": "tensor"}, file)
-    with pytest.raises(CkptkitError, match="no plain tensor"):
+    with pytest.raises(CkptkitError, match="not a plain tensor"):
         Blob(file, 0, file.stat().st_size).tensor("float32", (1,))
     with pytest.raises(CkptkitError, match="missing or damaged"):
         Blob(file, 0, file.stat().st_size - 30).object()

@@ -168,7 +168,7 @@ def test_a_tensor_under_two_spellings_is_damage(converted, tmp_path):
     """Expert 3 as grouped experts name it, and as experts one by one do."""
     twice = "decoder.layers.5.mlp.experts.local_experts.3.linear_fc2.weight"
     save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved", {f"module.{twice}": torch.zeros(2, 3)})
-    with pytest.raises(DamagedError, match=r"holds 'decoder\.layers\.5\.mlp\.experts\.experts\.3\.\S+' twice"):
+    with pytest.raises(DamagedError, match=r"contains 'decoder\.layers\.5\.mlp\.experts\.experts\.3\.\S+' twice"):
         read_metadata(tmp_path / "saved" / "iter_0000005")
 
 

@@ -130,7 +130,7 @@ def test_colons_in_names_are_no_second_key(tmp_path):
             "expected a __metadata__ of strings",
         ),
         (lambda content: content.replace(b'"b":', b'"a":'), "twice"),
-        (change("a", "shape", [4, 4]), "its entry spans 48"),
+        (change("a", "shape", [4, 4]), "entry spans 48"),
         (change("b", "data_offsets", [0, 24]), "b: data from byte 0: it overlaps"),
         (change("b", "data_offsets", [50, 74]), "b: data from byte 50: it leaves a hole"),
     ],
@@ -154,7 +154,7 @@ def write_checkpoint(root, weight_map):
     ("weight_map", "message"),
     [
         ({"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}, "1.*shard"),
-        ({"a": "1.safetensors", "x": "2.safetensors"}, "no shard holds: x"),
+        ({"a": "1.safetensors", "x": "2.safetensors"}, "no shard contains: x"),
         ({"a": "2.safetensors", "b": "1.safetensors"}, "wrong file for a, b"),
         ({"a": "1.safetensors", "b": "../2.safetensors"}, "directory"),
         ({"a": "1.safetensors", "b": "/etc/passwd"}, "directory"),

@@ -293,7 +293,7 @@ _DIFFERENT = {
 def test_a_file_in_which_torch_reads_another_pickle_is_refused(make):
     content = make()
     assert _by_torch(content) == _THEIRS
-    message = "differently|fields that torch|contradict each other|two entries have one name"
+    message = "differently|fields that torch|contradict each other|two zip entries"
     with pytest.raises(CkptkitError, match=f"{message}|Corrupt zip64"):  # of zipfile itself, since Python 3.12.3
         _by_ckptkit(content)
 
@@ -325,4 +325,4 @@ def test_what_is_accepted_is_what_torch_reads(content, edits, behind):
 
 def test_a_file_of_torch_is_accepted_and_one_with_something_behind_it_is_not():
     assert _by_ckptkit(_saved(_OURS)) == _OURS
-    refusal("something follows them", _by_ckptkit, _saved(_OURS) + b"\0")
+    refusal("other bytes follow", _by_ckptkit, _saved(_OURS) + b"\0")

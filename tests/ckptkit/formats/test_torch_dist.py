@@ -86,7 +86,7 @@ def mixed_layouts(metadata):
         (lambda table: two_at_one_place(table.state_dict_metadata[f"decoder.{FC2}.weight"].chunks), "chunks overlap"),
         (lambda table: drop_places(table, f"decoder.{NORM}.weight"), f"decoder.{NORM}.weight"),
         (lambda table: vars(next(iter(table.storage_data.values()))).update(relative_path="../../secret"), "directory"),
-        (mixed_layouts, f"both hold decoder.{PROJ}.weight"),
+        (mixed_layouts, f"both contain decoder.{PROJ}.weight"),
     ],
     ids=["a chunk is missing", "chunks overlap", "no place", "a path outside", "two layouts"],
 )

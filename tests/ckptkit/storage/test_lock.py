@@ -122,7 +122,7 @@ def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path, m
 
     (tmp_path / LOCK).touch()
     monkeypatch.setattr(fcntl, "flock", ended_meanwhile)
-    with hold_lock(tmp_path / LOCK), pytest.raises(CkptkitError, match="writing"), hold_lock(tmp_path / LOCK):
+    with hold_lock(tmp_path / LOCK), pytest.raises(CkptkitError, match="another run"), hold_lock(tmp_path / LOCK):
         pass
 
 

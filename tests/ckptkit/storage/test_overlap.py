@@ -28,7 +28,7 @@ def bind_mount(place, again):
 
 
 def assert_refused(destination, *sources):
-    refusal(r"overlaps \S+, which is read", check_destination, destination, sources, overwrite=True)
+    refusal(r"overlaps", check_destination, destination, sources, overwrite=True)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_overwriting_a_source_through_a_mount_leaves_it_as_it_was(releases, conv
             lambda: quantize(releases("qwen3_moe"), again, scheme, like=source, overwrite=True),
             lambda: convert(converted("qwen3_moe"), again, hf=source, overwrite=True),
         ):
-            refusal(r"overlaps \S+, which is read", call)
+            refusal(r"overlaps", call)
         assert content(source) == before
 
 

@@ -46,7 +46,7 @@ def test_folders_too_deep_are_refused_unless_hidden(place, folders):
     (place / ".git").mkdir()
     deep(place / ".git", folders)
     assert names(place) == []
-    refusal("folders more than 64 deep", files_below, deep(place, folders))
+    refusal("folders over 64", files_below, deep(place, folders))
 
 
 def test_folders_not_too_deep_are_walked(tmp_path):

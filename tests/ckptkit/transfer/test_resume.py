@@ -97,7 +97,7 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(run, tmp_path, monkeyp
         run(tmp_path / "out", workers=1)
     before = content(tmp_path / "out.partial")
     refusal(r"out.partial[\s\S]*--resume", run, tmp_path / "out")
-    with pytest.raises(CkptkitError, match=r"command was .*max-shard-size 1000000.* and is .*--dtype float32"):
+    with pytest.raises(CkptkitError, match=r"command was .*max-shard-size 1000000.* but is .*--dtype float32"):
         run(tmp_path / "out", dtype="float32", resume=True)
     refusal("--resume.*--overwrite", run, tmp_path / "out", resume=True, overwrite=True)
     assert content(tmp_path / "out.partial") == before

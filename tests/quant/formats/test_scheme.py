@@ -31,7 +31,7 @@ KIMI = quantization(["lm_head", "re:.*self_attn.*"])
         ((32, "qmax7", ("re:(",)), "expression"),
         ((32, "qmax7", ("",)), "is empty"),
         ((32, "qmax7", ("re:",)), "is empty"),
-        ((32, "qmax7", (), False), "the qmax7 grid is symmetric"),
+        ((32, "qmax7", (), False), "symmetric"),
         ((32, "qmax7", (), True, "mse"), "qmax7"),
         ((32, "minmax", (), True, "best"), "unknown search 'best'"),
         ((32, "minmax", (), True, "none", torch.float64), "unknown scale dtype torch.float64"),

@@ -154,7 +154,7 @@ def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place):
         broken[at][1][-1, -1] = torch.nan
     for bucket in (online.quantize(broken), online.quantize(broken)):
         for look in (list, pickle.dumps, lambda bucket: bucket[0]):
-            refusal(f"^{broken[place][0]} holds NaN".replace(".", r"\."), look, bucket)
+            refusal(f"^{broken[place][0]} has NaN".replace(".", r"\."), look, bucket)
         same(dict(online.quantize(layer())), expected(layer()))
 
 

@@ -160,7 +160,7 @@ FAULTS = {
     "in two files": (twice, "CK123", f"weight_v000001/{INDEX}", NORM, "2 files"),
     "in no index": (
         of_version(1, lambda path: edit_weight_map(path, lambda files: files.pop(NORM))),
-        *("CK123", f"weight_v000001/{INDEX}", NORM, "one more"),
+        *("CK123", f"weight_v000001/{INDEX}", NORM, "unlisted"),
     ),
     "an earlier version repeated": (
         lambda chain, _: renumber(chain, 1, 3),

@@ -53,7 +53,7 @@ def test_the_true_cause_is_the_one_finding(what, fresh, only):
         assert "report this" not in finding.hint
     (path / "config.json").unlink()
     if what == "no weights":  # nothing tells that this was a checkpoint
-        with pytest.raises(CkptkitError, match="holds no checkpoint"):
+        with pytest.raises(CkptkitError, match="contains no checkpoint"):
             verify(path)
     else:
         assert [one.code for one in verify(path).findings] == ["CK101", code]
@@ -131,7 +131,7 @@ def test_other_formats_are_named_and_not_judged(fresh, tmp_path):
 def test_adapter_without_a_config_of_a_model_is_named(file, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / file)
-    with pytest.raises(CkptkitError, match="holds no checkpoint") as refused:
+    with pytest.raises(CkptkitError, match="contains no checkpoint") as refused:
         convert(tmp_path, tmp_path / "out")
     assert f"{file} is an adapter (LoRA)" in str(refused.value.hint)
     report = verify(tmp_path)

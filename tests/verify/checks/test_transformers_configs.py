@@ -263,7 +263,7 @@ def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(key, in_fl
     for start in (in_floats, int4) if key == "kv_cache_scheme" else (in_floats,):
         (found,) = verify(edit_quantization(copy_of(start), place, INT4_TOKENS)).findings
         assert (found.code, found.severity) == ("CK302", "warning")
-        assert f"{key} has integers of 4 bits" in found.actual
+        assert f"{key} has 4-bit integers" in found.actual
 
 
 def test_a_method_that_transformers_does_not_know_is_an_error_for_it_alone(int4, tmp_path):

@@ -84,11 +84,11 @@ ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
         ("a: 1\na: 2\n", "2.*mapping"),
         ("a: *b\n", "undefined alias.*line 1"),
         ("a: !!bool x\n", "x.*tag"),
-        ("a: &a [*a]\n", "levels, aliases expanded"),
+        ("a: &a [*a]\n", "aliases expanded"),
         ("a: 1\n---\nb: 2\n", "single document.*line 2"),
         ("a: [\n", "while parsing"),
         ("<<: 3\n", "mapping"),
-        (ALIASES, "more than 50000 values, aliases expanded"),
+        (ALIASES, "more than 50000 values"),
     ],
 )
 def test_yaml_that_is_not_read_is_refused(text, why):

@@ -165,7 +165,7 @@ def test_rows_of_experts_must_be_divided_by_etp_alone(copy_of, releases):
     whole, cut = (Subject(odd, options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2))
     assert list(parallel_sizes_divide(whole, CheckResult("", ""))) == []
     assert [finding.expected for finding in parallel_sizes_divide(cut, CheckResult("", ""))] == [
-        "moe_intermediate_size that divides by etp = 2"
+        "moe_intermediate_size divisible by etp = 2"
     ]
 
 

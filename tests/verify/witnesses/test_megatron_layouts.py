@@ -155,7 +155,7 @@ def test_value_wrong_in_one_slice_fails_at_the_ranks_that_hold_it(model, copy_of
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ({"pp": 2}, {"pipeline_layout": "Et*12L"}, "the layout has 1 stages"),
+        ({"pp": 2}, {"pipeline_layout": "Et*12L"}, "the layout has 1 "),
         ({"pp": 2}, {"account_for_loss_in_pipeline_split": True}, "stages"),
         ({"pp": 2}, {"ranks": (0, 2)}, r"--ranks 2, but TP1 PP2 has 2 rank\(s\)"),
     ],
