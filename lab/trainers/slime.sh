@@ -13,7 +13,8 @@
 # wandb (imported by name only: an empty module takes its place), slime's fork of torch_memory_saver (0.0.10 from the
 # index). Without Transformer Engine slime_job.py has layers under its names.
 # Changed: train.py starts Ray itself, in place of `ray start` and `ray job submit`. slime asserts that NumPy is not 2,
-# which is taken out of a copy. Megatron's kernels that apex has are off.
+# which is taken out of a copy. Megatron's kernels that apex has are off. For INT4 the parameter of SGLang's route
+# `post_process_weights`, from slime's patch, needs `Annotated[..., Body()]` like the others there.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd) root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$PWD/slime-out} work=${WORK:-/tmp/slime-run}; mkdir -p "$out" "$work/stubs" "$work/ray"
@@ -44,7 +45,7 @@ for name in hf other; do
 done
 if [ "${INT4:-0}" = 1 ]; then
     if [ ! -e "$work/$kind/int4" ]; then
-        step int4 python3 -m ckptkit quantize "$work/$kind/hf" "$work/$kind/int4" --preset rl || exit 1
+        step int4 python3 -m ckptkit quantize "$work/$kind/hf" "$work/$kind/int4" --preset rl --group-size 32 || exit 1
     fi
     HF=${HF:-$work/$kind/int4}
 fi
@@ -74,8 +75,8 @@ if has transformer_engine && [ "${TE:-1}" = 1 ]; then
     job+=(--transformer-impl transformer_engine --attention-backend "${ATTENTION:-auto}")
 else
     job+=(--transformer-impl local --spec slime_job spec)
-    # Megatron's router in FP32 calls Transformer Engine's product.
-    eval "MODEL_ARGS=($(printf '%q ' "${MODEL_ARGS[@]}" | sed -E 's/--moe-permute-fusion|--moe-router-dtype fp32//g'))"; fact "no Transformer Engine"
+    words=(); for word in "${MODEL_ARGS[@]}"; do [ "$word" = --moe-permute-fusion ] || words+=("$word"); done
+    MODEL_ARGS=("${words[@]}"); fact "no Transformer Engine"
 fi
 [ "$kind" = dense ] || job+=(--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 words=(); for word in "${MODEL_ARGS[@]}" "${job[@]}" "$@"; do [ -z "$word" ] || words+=("$word"); done

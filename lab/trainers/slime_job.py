@@ -1,13 +1,15 @@
 """What slime calls of ours in a small run: a reward, ckptkit's hooks, and on request faults in what is sent.
 
-`QUANTIZER=ckptkit` has ckptkit's quantizer take the place of slime's. `FAULT` names faults of `_FAULTS`: the first is
-planted in the second update, the next in the one after it. What ckptkit says of such an update is printed and the job
-goes on, so that one job shows them all. With `GO_ON` set, so it does after any other update.
+`QUANTIZER=ckptkit` has ckptkit's quantizer take the place of slime's, `ckptkit:5` in the first five updates. `FAULT`
+names faults of `_FAULTS`: the first is planted in the second update, the next in the one after it. What ckptkit says of
+such an update is printed and the job goes on, so that one job shows them all. With `GO_ON` set, so it does after any
+other update.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -29,26 +31,31 @@ def init(args: Namespace) -> None:
     from slime.backends.megatron_utils import megatron_to_hf
     from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
 
-    if os.environ.get("QUANTIZER") == "ckptkit":
-        _use_our_quantizer(megatron_to_hf)
+    name, _, last = os.environ.get("QUANTIZER", "").partition(":")
+    if name == "ckptkit":
+        _use_our_quantizer(megatron_to_hf, UpdateWeightFromTensor, int(last or sys.maxsize))
     _plant(UpdateWeightFromTensor, is_recorded=False)  # between what is recorded and the engine
     watch_updates(UpdateWeightFromTensor, "_send_hf_params")
     _plant(UpdateWeightFromTensor, is_recorded=True)
     _say_what_is_checked(UpdateWeightFromTensor)
 
 
-def _use_our_quantizer(module: Any) -> None:
-    """The change of docs/jobs.md, without one to slime's files."""
+def _use_our_quantizer(module: Any, updater: type, last: int) -> None:
+    """The change of docs/jobs.md, without one to slime's files, up to the update with the number `last`."""
     from ckptkit.quant.online.trainer_hooks import quantize_params
 
-    theirs = module.quantize_params
+    theirs, updating = module.quantize_params, updater.update_weights  # type: ignore[attr-defined]
 
     def ours(args: Namespace, name: str, pairs: Pairs, config: Any, *more: Any) -> Any:
         if (config or {}).get("quant_method") == "compressed-tensors":
             return quantize_params(pairs, args.hf_checkpoint, grid="qmax7")
         return theirs(args, name, pairs, config, *more)
 
-    module.quantize_params = ours
+    def chosen(self: Any) -> None:
+        module.quantize_params = ours if self.weight_version < last else theirs
+        updating(self)
+
+    updater.update_weights = chosen  # type: ignore[attr-defined]
 
 
 def _say_what_is_checked(updater: type) -> None:
@@ -96,11 +103,22 @@ def _exchange(pairs: Pairs, one: str, other: str) -> Pairs:
     return [(renamed(name), tensor) for name, tensor in pairs]
 
 
+def _pack_routers(pairs: Pairs) -> Pairs:
+    """By slime's quantizer, as if `ignore` had no entry for them."""
+    from slime.backends.megatron_utils.megatron_to_hf.processors import quantizer_compressed_tensors as processor
+
+    config = {"config_groups": {"group_0": {"weights": {"group_size": 32, "symmetric": True}}}}
+    routers = [pair for pair in pairs if pair[0].endswith(".mlp.gate.weight")]
+    packed: Pairs = processor.quantize_params_compressed_tensors(routers, config)
+    return [*(pair for pair in pairs if not pair[0].endswith(".mlp.gate.weight")), *packed]
+
+
 # Whether a fault is recorded as sent, and what it makes of a bucket.
 _FAULTS: dict[str, tuple[bool, Callable[[Pairs], Pairs]]] = {
     "bucket": (False, lambda pairs: [] if any(".layers.5." in name for name, _ in pairs) else pairs),
     "expert": (False, lambda pairs: _exchange(pairs, ".layers.3.mlp.experts.1.", ".layers.3.mlp.experts.2.")),
     "offset": (False, lambda pairs: _exchange(pairs, ".layers.7.", ".layers.8.")),
+    "router": (True, _pack_routers),
     "head": (True, lambda pairs: [pair for pair in pairs if pair[0] != "lm_head.weight"]),
 }
 
@@ -116,6 +134,7 @@ def spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
     from torch.nn import Parameter, functional
@@ -165,6 +184,8 @@ def spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
                 found[f"{prefix}weight{number}"] = cut[f"{prefix}weight"]
             return found
 
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # the router asks for it, and it is imported with Transformer Engine only
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ckptkit.core.specs import summarize
+from ckptkit.quant.formats.part_names import unpacked_name
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.weight_sync import predicted
 from ckptkit.verify.weight_sync.engines import EngineState, Seat, Setup, rank_label
@@ -22,6 +23,7 @@ _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _HEAD = (
     "nothing was sent for this tied output layer, and it does not hold the sent embeddings: send it under both names"
 )
+_PACKED = "sent in INT4, but engines keep it unpacked and unchanged: add it to `ignore` in the served config.json"
 _MOVED = "the parameters changed, although the same values were sent as at the last check"
 _STALE = "the parameters did not change, although other values were sent than at the last check"
 
@@ -112,7 +114,7 @@ def judge(
     for rank in ranks:
         params = list(_params(sent.sources, rank.checksums))
         for param in rank.checksums.keys() - params if is_complete else ():
-            if param.endswith(f".{predicted.UNUSED}"):
+            if param.endswith(predicted.UNUSED):
                 continue
             not_sent.add(param)
             # An output layer without a sent tensor is tied to the embeddings.
@@ -143,6 +145,8 @@ def judge(
     lines = [f"an earlier update sent {summarize(lost)}, but this one does not"] if lost else []
     lines += [f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()]
     absent = _absent(sent, ranks, any(cut.shared for cut in cuts.values()))
+    packed = {part.param for name in absent for part in predicted.target_parts(unpacked_name(name))} & not_sent
+    lines += [f"{summarize(sorted(packed))}: {_PACKED}"] if packed else []
     names = (sorted(unseen), sorted(absent), sorted(not_sent))
     return SyncVerdict(
         [*lines, *_compare_engines(sent, ranks, set(chain(*wrong.values())))],

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from ckptkit.converters.hf_names import FUSED
+from ckptkit.quant.formats.part_names import WEIGHT_G_IDX, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE
 from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
+from ckptkit.verify.witnesses.loading.layouts.marlin import for_marlin
 
 Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
@@ -30,7 +32,8 @@ _FUSED = {name: FUSED[name] for name in ("qkv_proj", "gate_up_proj", "fused_qkv_
 _SPELLED = {".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.", ".experts.routed_experts.": ".experts."}
 _FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}
 _WIDE = ("torch.float32", "torch.float64")
-UNUSED = "weight_shape"  # engines keep that of one shard, rounded, and never read it
+# Engines keep the shape of one shard, rounded, and never read it; orders of columns are empty without activation order.
+UNUSED = (WEIGHT_SHAPE, WEIGHT_G_IDX, "g_idx_sort_indices")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class ParamCut:
     padded: bool = False  # rows are first padded as a vocabulary
     shared: bool = False  # the shared expert is the last one
     float32: bool = False  # the engine keeps float32, as SGLang 0.5.23 does for routers
+    marlin: bool = False  # the engine repacks INT4 for Marlin's kernels
 
     def at(self, rank: int) -> tuple[int, int]:
         """The block of experts and the piece of a rank."""
@@ -123,6 +127,8 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
             else:
                 ways = product(paddings, casts)
                 found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in ways]
+    if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+        found += [replace(cut, marlin=True) for cut in found]
 
     def divides(cut: ParamCut) -> bool:
         sizes = ((cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items())
@@ -155,6 +161,8 @@ def is_without_gap(parts: Collection[Order]) -> bool:
 def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
     """The part of a parameter on a rank with this block and piece."""
     block, index = at
+    if cut.marlin:
+        return for_marlin(piece(parts, replace(cut, marlin=False), at))
     if cut.float32:
         parts = {order: part.float() for order, part in parts.items()}
     ordered = sorted(parts if cut.shared else routed_of(parts))
@@ -203,7 +211,7 @@ class Sent:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Records a tensor. Of two with one name the last counts."""
-        if name.endswith(f".{UNUSED}"):
+        if name.endswith(WEIGHT_SHAPE):
             return
         value = tensor.detach()
         self.checksums[canonical(name)] = checksum = self._digest(value)

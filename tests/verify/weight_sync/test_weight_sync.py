@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import text_with
+from support.online_runs import marlin_experts
 from support.sync_engines import EXPERTS, LAYERS, FakeEngine, FakeVllm, digest, mixed, served, weights
 
 from ckptkit import CkptkitError
@@ -125,6 +126,56 @@ def test_unknown_layout_is_compared_by_change_and_said_once(capsys):
             send(check, [engine], 5, sent, same)
     said = capsys.readouterr().err.splitlines()
     assert said == [text_with("1 layers.{1..2}.mlp.experts.w13_weight layers.{1..2}.mlp.experts.w2_weight")]
+
+
+class ForMarlin(FakeEngine):
+    """Keeps two experts in INT4 for Marlin's kernels (SGLang `marlin_permute_scales`, `gptq_marlin_moe_repack`)."""
+
+    def rank(self, rank):
+        found = {"model.norm.weight": self.held["model.norm.weight"]}
+        found |= {f"{EXPERT}.{name}": torch.empty(2, 0) for name in ("w13_weight_shape", "w13_g_idx_sort_indices")}
+        for leaf in ("packed", "scale"):
+            for name, parts in (("w13", ("gate", "up")), ("w2", ("down",))):
+                names = [[f"{EXPERT}.{number}.{part}_proj.weight_{leaf}" for part in parts] for number in (0, 1)]
+                loaded = torch.stack([torch.cat([self.held[one] for one in expert]) for expert in names])
+                turned = loaded.transpose(1, 2).contiguous()
+                order = [8 * column + row for row in range(8) for column in range(8)]
+                scales = turned.reshape(-1, 64)[:, order].reshape(turned.shape)
+                found[f"{EXPERT}.{name}_weight_{leaf}"] = scales if leaf == "scale" else marlin_experts(turned)
+        return found
+
+
+EXPERT = "model.layers.0.mlp.experts"
+
+
+def int4(seed):
+    random = torch.Generator().manual_seed(seed)
+    found = {"model.norm.weight": torch.randn(64, generator=random)}
+    for module in (f"{EXPERT}.{number}.{part}_proj" for number in (0, 1) for part in ("gate", "up", "down")):
+        found[f"{module}.weight_packed"] = torch.randint(-(1 << 31), 1 << 31, (64, 8), generator=random).int()
+        found[f"{module}.weight_scale"] = torch.randn(64, 2, generator=random).bfloat16()
+    return found
+
+
+def test_experts_repacked_for_marlin_are_compared_by_value():
+    engine = ForMarlin()
+    with checked(engine) as check:
+        result = send(check, [engine], 1, int4(1))
+        assert (result.by_value, result.unseen, result.not_sent) == (5, [], [])
+        first, second = (f"{EXPERT}.{number}.down_proj.weight_packed" for number in (0, 1))
+        with pytest.raises(CkptkitError) as raised:
+            send(check, [engine], 2, int4(2), exchanged(int4(2), first, second))
+    assert raised.value.details == (text_with("layers.0.mlp.experts.w2_weight_packed"),)
+
+
+def test_router_that_is_sent_packed_and_kept_unpacked_is_named():
+    """slime packs what `ignore` lacks; SGLang's router is never quantized, and drops names that it does not know."""
+    engine, router = FakeEngine(), "model.layers.1.mlp.gate.weight"
+    engine.load(weights(0), 0)
+    sent = {name.replace(router, f"{router}_packed"): tensor for name, tensor in weights(1).items()}
+    with checked(engine) as check, pytest.raises(CkptkitError) as raised:
+        send(check, [engine], 1, sent)
+    assert raised.value.details == (text_with("layers.1.mlp.gate.weight ignore"),)
 
 
 class SharedAmongRouted(FakeEngine):

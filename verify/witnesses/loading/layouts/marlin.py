@@ -51,6 +51,19 @@ def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
     return (transposed,) if scales.shape[0] > 1 else (transposed, _by_channel(scales))
 
 
+def for_marlin(loaded: Tensor) -> Tensor:
+    """INT4 words or scales of experts or of a layer as stored ([..., outputs, inputs / 8 or groups]) -> repacked.
+
+    Unchanged if they do not fill Marlin's tiles.
+    """
+    if loaded.dim() == 3:
+        return torch.stack([for_marlin(matrix) for matrix in loaded])
+    is_packed = loaded.dtype == torch.int32
+    if loaded.dim() != 2 or loaded.shape[0] % _TILE_COLUMNS or (is_packed and loaded.shape[1] % 2):
+        return loaded
+    return marlin_weight(loaded.t()) if is_packed else marlin_scales(loaded.t())[0]
+
+
 def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
     """Words [groups, outputs / 8] int32, eight output rows each, in row or AWQ order -> the same in Marlin's order."""
     shifts = 4 * torch.arange(_WORD, device=packed.device)
