@@ -101,7 +101,7 @@ CASES = {
     ),
     "NeMo-RL#3960": Case(
         "qwen3-untied/",
-        ("max_position_embeddings 256, as the target", "64"),
+        ("max_position_embeddings 256", "64"),
         on_checkpoint(lambda path: edit_config(path, max_position_embeddings=64)),
         _draft("SpecForge"),
         "ckptkit verify CKPT --source RELEASE",
@@ -112,7 +112,7 @@ CASES = {
         prepare=_drafting(),
     ),
     "sglang#24051": Case(
-        names=("vocab_size 152064", "151936"),
+        names=("vocab_size = 152064", "151936"),
         damage=_draft_says(vocab_size=151936),
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
     ),
@@ -135,7 +135,7 @@ CASES = {
         twin=SCRIPT,
     ),
     "vllm#43369": Case(
-        names=("vocab_size 152064", "201088"),
+        names=("vocab_size = 152064", "201088"),
         damage=_draft_says(vocab_size=201088),
         prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3"),
         twin=SCRIPT,
@@ -147,14 +147,14 @@ CASES = {
         twin=SCRIPT,
     ),
     "vllm#44566": Case(
-        names=("num_speculative_tokens", "without it"),
+        names=("num_speculative_tokens", "without which"),
         damage=said("num_speculative_tokens=3", "draft_tensor_parallel_size=1"),
         prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3", kind="speculators"),
         twin=SCRIPT,
     ),
     "vllm#55323": Case(
         "glm4_moe/hf",
-        ("num_speculative_tokens", "mtp, at"),
+        ("num_speculative_tokens", "mtp at"),
         said("num_speculative_tokens=1", "draft_tensor_parallel_size=1"),
         _vllm("method=mtp", "model=CKPT", "num_speculative_tokens=1"),
         SCRIPT,

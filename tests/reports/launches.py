@@ -187,7 +187,7 @@ CASES = {
         names=("= 8 x 4 x 1 = 32",), damage=said("--expert-tensor-parallel-size 1", ""), prepare=launch("qwen3_moe")
     ),
     "slime#1796": Case(
-        names=("moe_intermediate_size = 2048, 32 a rank",),
+        names=("moe_intermediate_size = 2048", "32 per rank"),
         damage=said("--sglang-ep-size 64 ", ""),
         prepare=launch("deepseek_v3"),
     ),
@@ -228,7 +228,7 @@ CASES = {
         prepare=with_options("qwen2", "--pipeline-model-parallel-layout 'Et*7|t*7|t*7|t*7,L'"),
     ),
     "slime#253": Case(
-        names=("untie_embeddings_and_output_weights = False, by default",),
+        names=("untie_embeddings_and_output_weights = False",),
         damage=said("MODEL+=( --untie-embeddings-and-output-weights )", ""),
         prepare=launch("qwen2"),
     ),
