@@ -171,7 +171,7 @@ CASES = {
     "sglang#21274": Case("qwen3-untied/", prepare=_draft("SpecForge")),
     "speculators#1065": Case(
         "qwen3-untied/",
-        ("4 states", "fc.weight", "[128, 384]"),
+        ("4 hidden states", "fc.weight", "[128, 384]"),
         on_checkpoint(lambda path: edit_config(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9, 11])),
         _of_three_states,
     ),
