@@ -108,7 +108,7 @@ CASES = {
     ),
     "NeMo-RL#3960": Case(
         "qwen3-untied/",
-        ("max_position_embeddings 256, as the target", "64"),
+        ("max_position_embeddings 256", "64"),
         on_checkpoint(lambda path: edit_config(path, max_position_embeddings=64)),
         _draft("SpecForge"),
         "ckptkit verify CKPT --source RELEASE",
@@ -142,7 +142,7 @@ CASES = {
     ),
     "vllm#55323": Case(
         "glm4_moe/hf",
-        ("num_speculative_tokens", "mtp, at"),
+        ("num_speculative_tokens", "mtp at"),
         said("num_speculative_tokens=1", "draft_tensor_parallel_size=1"),
         _vllm("method=mtp", "model=CKPT", "num_speculative_tokens=1"),
         SCRIPT,
@@ -159,7 +159,7 @@ CASES = {
     "sglang#21274": Case("qwen3-untied/", prepare=_draft("SpecForge")),
     "speculators#1065": Case(
         "qwen3-untied/",
-        ("4 states", "fc.weight", "[128, 384]"),
+        ("4 hidden states", "fc.weight", "[128, 384]"),
         on_checkpoint(lambda path: edit_config(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9, 11])),
         _of_three_states,
     ),
