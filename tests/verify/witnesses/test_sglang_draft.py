@@ -198,7 +198,7 @@ def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(cases, judg
     found = {tensor: one for one in lint(cases["qwen by names"].checkpoint).findings for tensor in one.tensors}
     assert found.keys() == shards
     assert {(one.severity, one.readers, one.hint) for one in found.values()} == {
-        ("error", ("SGLang 0.5.16", "SGLang 0.5.23"), r"use 're:mtp\..*'")
+        ("error", ("SGLang 0.5.16", "SGLang 0.5.23"), r"use the entry 're:mtp\..*'")
     }
     wrong = [one for one in verify(cases["qwen by names"].checkpoint).findings if one.severity == "error"]
     assert [(one.code, one.hint) for one in wrong] == [("CK302", r"add 're:mtp\..*'")] * 2
