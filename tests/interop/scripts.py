@@ -153,14 +153,11 @@ def _engine_names_for_slime():
     listed = common.named_params_and_buffers
 
     def renamed(args, model):
+        moe = {layer for layer, moe in enumerate(args.moe_layer_freq) if moe} if args.num_experts else set()
         for name, parameter in listed(args, model):
-            yield _engine_name(name, bool(args.multi_latent_attention), _moe_layers(args)), parameter
+            yield _engine_name(name, bool(args.multi_latent_attention), moe), parameter
 
     common.named_params_and_buffers = renamed
-
-
-def _moe_layers(args):
-    return frozenset(layer for layer, moe in enumerate(args.moe_layer_freq) if moe) if args.num_experts else frozenset()
 
 
 def _engine_name(name, latent, moe):
