@@ -16,12 +16,9 @@ class _OnCpu(TorchFunctionMode):
         if "cuda" in str(wanted.get("device")):
             wanted["device"] = torch.device("cpu")
         if function is torch.Tensor.to:
-            args = tuple(torch.device("cpu") if _is_cuda(value) else value for value in args)
+            on_cuda = [isinstance(one, (str, torch.device)) and str(one).startswith("cuda") for one in args]
+            args = [torch.device("cpu") if moved else one for one, moved in zip(args, on_cuda, strict=True)]
         return function(*args, **wanted)
-
-
-def _is_cuda(value):
-    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
 
 def pretend_gpu():

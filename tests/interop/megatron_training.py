@@ -56,10 +56,7 @@ class Loaded:
     iteration: int
     verdicts: dict[str, int]
     wrong: list[str]
-    elements: int
     strict: list[bool]
-    version: str
-    file: str
 
 
 def run_training(training, scratch, checkout):
@@ -153,9 +150,6 @@ def _record(chunk, strict):
 
 
 def _held(chunks, training, iteration, strict):
-    import megatron.training.checkpointing
-    from megatron.core.package_info import __version__
-
     from ckptkit.converters.planner import dims_of
     from ckptkit.verify.witnesses.megatron.process import reference_tensors, seen
     from ckptkit.verify.witnesses.megatron.slices import Position
@@ -165,8 +159,7 @@ def _held(chunks, training, iteration, strict):
     found = list(seen(chunks, training.config, reference, at))
     verdicts = {verdict: sum(one.verdict == verdict for one in found) for verdict in {one.verdict for one in found}}
     wrong = [f"{one.local}: {one.verdict}" for one in found if one.verdict != "equal"]
-    file = megatron.training.checkpointing.__file__
-    return Loaded(iteration, verdicts, wrong, sum(one.elements for one in found), strict, __version__, file)
+    return Loaded(iteration, verdicts, wrong, strict)
 
 
 if __name__ == "__main__":

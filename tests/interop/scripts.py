@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
@@ -39,11 +38,8 @@ class Script:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code, what it printed, and seconds without imports."""
-
     code: int
     log: str
-    seconds: float
 
 
 def run_scripts(project, checkout, scripts, scratch, megatron=None):
@@ -62,7 +58,7 @@ def run_scripts(project, checkout, scripts, scratch, megatron=None):
     )
     return {
         script.label: Outcome(
-            **json.loads((scratch / f"{index}.json").read_text()), log=(scratch / f"{index}.log").read_text()
+            json.loads((scratch / f"{index}.json").read_text()), (scratch / f"{index}.log").read_text()
         )
         for index, script in enumerate(scripts)
     }
@@ -85,12 +81,11 @@ def main():
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     for index, values in enumerate(job["scripts"]):
-        script, start = Script(**values), time.monotonic()
+        script = Script(**values)
         process = context.Process(target=_run, args=(Path(job["checkout"]), script, folder / f"{index}.log", index))
         process.start()
         process.join()
-        end = {"code": process.exitcode, "seconds": time.monotonic() - start}
-        (folder / f"{index}.json").write_text(json.dumps(end))
+        (folder / f"{index}.json").write_text(json.dumps(process.exitcode))
 
 
 def _stand_in(project):
@@ -158,14 +153,11 @@ def _engine_names_for_slime():
     listed = common.named_params_and_buffers
 
     def renamed(args, model):
+        moe = {layer for layer, moe in enumerate(args.moe_layer_freq) if moe} if args.num_experts else set()
         for name, parameter in listed(args, model):
-            yield _engine_name(name, bool(args.multi_latent_attention), _moe_layers(args)), parameter
+            yield _engine_name(name, bool(args.multi_latent_attention), moe), parameter
 
     common.named_params_and_buffers = renamed
-
-
-def _moe_layers(args):
-    return frozenset(layer for layer, moe in enumerate(args.moe_layer_freq) if moe) if args.num_experts else frozenset()
 
 
 def _engine_name(name, latent, moe):

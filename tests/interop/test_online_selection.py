@@ -74,10 +74,6 @@ def packed(name, tensor, *_):
     return [(name, tensor), (f"{name}_scale_inv", tensor)]
 
 
-def packed_of_miles(args, name, tensor, *_):
-    return packed(name, tensor)
-
-
 def chosen(quantize, content, args):
     found = {}
     for megatron, names in EXPORTED.items():
@@ -101,7 +97,9 @@ def test_miles_packs_by_its_lists(checkout, interleaved):
     folder = checkout("MILES") / "miles" / _PROCESSORS
     args = SimpleNamespace(indexer_rope_interleave=interleaved)
     config = {"indexer_rope_interleave": interleaved}
-    own = functions_of(folder / "quantizer_fp8.py", _quantize_param=packed_of_miles)["quantize_params_fp8"]
+    own = functions_of(folder / "quantizer_fp8.py", _quantize_param=lambda args, *given: packed(*given))[
+        "quantize_params_fp8"
+    ]
     found = chosen(own, FP8, args)
     assert found == {name: readers.miles_fp8(name, config) for name in found}
     own = functions_of(folder / "quantizer_mxfp8.py", _quantize_param=packed)["quantize_params_mxfp8"]

@@ -50,8 +50,9 @@ def check_every_verb(model, root):
             check_conversion(path, root / "megatron")
         family = FAMILIES.get(release.config["model_type"])
         if family is not None and family.unwitnessed is None:
-            assert model_arguments(path)["hidden_size"] == text_config(release)["hidden_size"]
-        if packs_int4(release):
+            text = release.config.get("text_config") or release.config
+            assert model_arguments(path)["hidden_size"] == text["hidden_size"]
+        if any(tensor.name.endswith(".weight_packed") for tensor in release.tensors_in_order):
             linted = [f"{one.kind} {one.severity}" for one in lint(path).findings if one.severity != "note"]
             assert linted == release.findings.get("lint", [])
 
@@ -91,11 +92,3 @@ def collecting_as_the_command_line_does():
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def text_config(release):
-    return dict(release.config.get("text_config") or release.config)
-
-
-def packs_int4(release):
-    return any(tensor.name.endswith(".weight_packed") for tensor in release.tensors_in_order)

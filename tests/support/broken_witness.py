@@ -17,10 +17,6 @@ def _defect(*_):
     raise KeyError("a defect of ours")
 
 
-def _kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _tf32(value):
     """The nearest numbers of 10 bits of mantissa, in float32."""
     return ((value.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -47,7 +43,7 @@ def main():
     if HOW == "own":
         witness_megatron.Position.here = _defect
     if HOW == "kill":
-        witness_megatron.connect = _kill
+        witness_megatron.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if HOW == "signature":  # as of a megatron-core whose method takes other arguments than the one that we know
         GPTModel.sharded_state_dict = lambda self: {}
     if HOW == "beside an engine":  # no defect: what routers find where Transformer Engine is installed

@@ -86,10 +86,6 @@ def _normed_column(self, tensor, *args, **kwargs):
     return ColumnParallelLinear.forward(self, normed, *args, **kwargs)
 
 
-def _l2norm(tensor):
-    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
-
-
 class _ComputedSandwichLayer(norms.SandwichLayer):
     """Adds to the residual stream what a norm makes of each output (which has no bias)."""
 
@@ -188,7 +184,7 @@ def compute_layers():
     """For the process: models that `build_chunks` makes compute."""
     dsa.rotate_activation = hadamard
     vars(sys.modules[MambaMixer.__module__])["mamba_chunk_scan_combined"] = scan
-    recurrent._DELTA_NET.l2norm = _l2norm
+    recurrent._DELTA_NET.l2norm = lambda one: one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6)
     forward = {
         attention.NormOverHeads: _norm_over_heads,
         recurrent.NormedColumnParallelLinear: _normed_column,

@@ -39,6 +39,3 @@ class Updated(WeightReader):
         """What sleep level 2 leaves of every parameter: memory that was given to others."""
         for parameter in self.model_runner.get_model().parameters():
             parameter.data.zero_()
-
-    def held(self, name):
-        return self.model_runner.get_model().get_parameter(name).detach().clone()
