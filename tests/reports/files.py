@@ -217,7 +217,7 @@ CASES = {
         "qwen3_moe/megatron", ("tracker",), on_checkpoint(lambda path: (path / TRACKER).unlink())
     ),
     "ms-swift#7628": Case(
-        "qwen3_moe/megatron", ("no tracker",), lambda work: (work / "RUN" / TRACKER).unlink(), _resumes
+        "qwen3_moe/megatron", ("without a tracker",), lambda work: (work / "RUN" / TRACKER).unlink(), _resumes
     ),
     "training-gym#492": Case(
         "qwen3_moe/megatron", ("iteration 10", "training"), prepare=_resumes, twin=f"{_GOES_ON} 12"

@@ -177,7 +177,7 @@ CASES = {
         *(with_options("qwen2", f"{_LAYOUT} 'Et*7|t*7|t*7|t*7,L'"), _LAYOUT, f"{_ONE_CHUNK} {_LAYOUT}"),
         "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout",
     ),
-    "slime#253": wrong(launch("qwen2"), _UNTIED, "", "untie_embeddings_and_output_weights = False, by default"),
+    "slime#253": wrong(launch("qwen2"), _UNTIED, "", "untie_embeddings_and_output_weights = False"),
     "vllm#55193": Case(names=(_NO_TRAINER,), prepare=_serving("--max-lora-rank 8 --lora-target-modules qkv_proj")),
     "gpustack#5438": Case(names=(_NO_TRAINER,), prepare=_serving("")),
 }

@@ -372,7 +372,7 @@ CASES = {
         _routers_fp8,
         steps(stored_as(_CHANNEL, _TEXT), listed("ignore", *_OF_GEMMA)),
     ),
-    "auto-round#1660": Case("qwen3_moe/hf", ("quantized format of AWQ or AutoRound",), prepare=_gptq),
+    "auto-round#1660": Case("qwen3_moe/hf", ("AWQ or AutoRound",), prepare=_gptq),
     "sglang#36596": Case("qwen3_moe/", prepare=stored_as("nvfp4-modelopt", r".*\.mlp\..*_proj\.weight")),
     "imp#1970": Case("gemma4/", prepare=_with_recipe),
     "sglang#18370": Case(

@@ -63,7 +63,7 @@ def test_a_step_of_a_run_that_is_not_there_is_no_first_start(is_there, converted
 def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(converted, tmp_path, only):
     report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
     assert (report.status, report.findings) == ("passed", [])
-    assert "so --ref-load is loaded" in loads(report)[0]
+    assert "the actor loads --ref-load" in loads(report)[0]
     report = preflight(load=tmp_path / "save")  # nothing to fall back to
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
