@@ -244,5 +244,5 @@ def test_a_launch_that_uses_secrets_for_other_things_passes(secrets, releases, c
 
 
 def test_nothing_given_is_bad_usage():
-    with pytest.raises(CkptkitError, match="nothing"):
+    with pytest.raises(CkptkitError, match="no path"):
         preflight()
