@@ -11,6 +11,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
+from ckptkit.core.errors import words_of
 from ckptkit.core.printable import shortened
 
 P = ParamSpec("P")
@@ -41,12 +42,13 @@ def public(*groups: type, hidden: tuple[str, ...] = ()) -> Callable[[Callable[P,
 
         @wraps(function)
         def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
+            for name in (name for name in keywords if name not in shown.parameters):
+                near = "".join(f": did you mean {one!r}?" for one in get_close_matches(name, shown.parameters, 1))
+                raise TypeError(f"{title} has no option {name!r}{near}")
             try:
                 bound = shown.bind(*arguments, **keywords)
             except TypeError as error:
-                unknown = [name for name in keywords if name not in shown.parameters]
-                near = get_close_matches(unknown[0], shown.parameters, 1) if unknown else []
-                raise TypeError(f"{title} {error}{''.join(f'. Did you mean {one!r}?' for one in near)}") from None
+                raise TypeError(f"{title}: {words_of(error)}") from None
             for name, value in bound.arguments.items():
                 bound.arguments[name] = _accepted(f"{title}: {name}", shown.parameters[name].annotation, value)
             return function(*bound.args, **bound.kwargs)

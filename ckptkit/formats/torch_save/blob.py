@@ -142,7 +142,7 @@ class Blob:
 
     def unreadable(self, error: Exception) -> CkptkitError:
         """The error for an unreadable file."""
-        if isinstance(error, FileNotFoundError):
+        if not self.path.exists():
             return MissingError(f"{self.path} is missing", "copy it again from the save")
         return CkptkitError(f"{self}: {error}", "copy the file again: it is missing or damaged")
 

@@ -93,7 +93,7 @@ def test_gpus_are_those_that_the_driver_lists(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert list(module.examine().gpus) == ["GPU 0: NVIDIA H100 80GB HBM3"]
-    assert "1 here; repacks INT4 and FP8" in run()[1]
+    assert "(1 here); repacks INT4 and FP8" in run()[1]
 
 
 def test_a_model_of_the_hub_is_pointed_out(tmp_path, monkeypatch):

@@ -15,11 +15,11 @@ LOG = Path(__file__).parents[2] / "verify/triage/logs/symptoms.txt"
 FUNCTIONS = ("convert", "diff", "inspect", "lint", "make_manifest", "open", "preflight", "quantize", "triage", "verify")
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "int4_scheme"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_wrong_argument_is_refused_with_the_name_of_the_function(name):
     function = getattr(ckptkit, name)
     named = next(one for one in reversed(inspect.signature(function).parameters) if len(one) > 1)
-    with pytest.raises(TypeError, match=rf"ckptkit\.{name}\(\).*{named}_x'.*Did you mean '\w+'"):
+    with pytest.raises(TypeError, match=rf"ckptkit\.{name}\(\).*{named}_x'.*'{named}'"):
         function(**{f"{named}_x": 1})
     with pytest.raises(TypeError, match=rf"ckptkit\.{name}\(\)"):
         function(1.5, *[] if name != "convert" else ["out"])
@@ -62,7 +62,6 @@ def test_a_scheme_may_be_given_by_name(releases, tmp_path):
     source = releases("qwen3_moe")
     result = ckptkit.quantize(source, tmp_path / "fp8", "fp8-channel", dry_run=True)
     assert result.packed.scheme.startswith("fp8-channel ")
-    assert ckptkit.quantize(source, tmp_path / "plain", "none", dry_run=True).packed is None
     for options in ({"scheme": "w4"}, {"device": "gpu"}, {"preset": "sft"}, {"workers": 0}):
         with pytest.raises(UsageError, match=str(next(iter(options.values())))):
             ckptkit.quantize(source, tmp_path / "out", **options)

@@ -126,9 +126,11 @@ def test_an_engine_of_bf16_or_without_a_config(releases, tmp_path):
 def test_engine_ranks_that_cut_through_a_tile(int4):
     """down_proj has 288 columns: 144 on each of two ranks, and a Marlin tile is 128 wide. Attention may have fewer."""
     arguments = ["--rollout-num-gpus-per-engine", "2"]
-    (finding,) = found(preflight(hf_checkpoint=int4, tp=2, arguments=arguments), "CK307")
-    assert finding.expected == text_with("INT4 2 ranks")
-    assert "144 columns" in finding.actual
+    findings = found(preflight(hf_checkpoint=int4, tp=2, arguments=arguments), "CK307")
+    assert all(one.expected == text_with("INT4 2 ranks") for one in findings)
+    assert [one.tensor for one in findings if "144 columns" in one.actual] == [
+        "model.layers.{0..11}.mlp.down_proj.weight"
+    ]
     fewer = ["--sglang-enable-dp-attention", "--sglang-dp-size", "2"]
     report = preflight(hf_checkpoint=int4, arguments=[*arguments, *fewer])
     assert (report.status, found(report, "CK307")) == ("inconclusive", [])

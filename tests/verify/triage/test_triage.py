@@ -199,7 +199,10 @@ def test_command_reads_standard_input_escapes_and_exits_by_what_it_finds(tmp_pat
     clean = tmp_path / "clean.log"
     clean.write_text(CLEAN["slime"])
     done = ckptkit_command("triage", clean)
-    assert (done.returncode, done.stdout.partition(";")[0]) == (0, f"no known symptom in {clean} (13 lines)")
+    assert (done.returncode, done.stdout.splitlines()[-1].partition(";")[0]) == (
+        0,
+        f"no known symptom in {clean} (13 lines)",
+    )
     log = SNIPPETS["name-dropped"] + " \x1b]0;title\x07\x1b[2J\u202e\x07\n"
     done = python("-m", "ckptkit", "triage", clean, "-", given=log)
     assert done.returncode == 1
