@@ -150,11 +150,11 @@ def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_s
     models.edit_metadata(slimes / "release", lambda metadata: remove(metadata, lost))
     subject, result = Subject(slimes, release), CheckResult("", "")
     (finding,) = strict_load(subject, result)
-    assert (finding.tensor, finding.actual) == (NORMS[lost], "not on disk")
+    assert (finding.tensor, finding.actual) == (NORMS[lost], "not stored")
     (note,) = result.facts["notes"]
     assert note == text_with("CK401 Transformer")
     (unwritten,) = right_slices(subject, CheckResult("", ""))
-    assert (unwritten.tensor, unwritten.actual) == (lost, text_with("load"))
+    assert (unwritten.tensor, unwritten.actual) == (lost, text_with("loading"))
 
 
 def test_down_projections_are_whole_with_transformer_engine_only():

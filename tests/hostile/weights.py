@@ -229,7 +229,7 @@ FLOODS = {
     "tuples in one another": b"N" + b"\x85" * 20_000_001,
     "instances": b"ca\nb\nq\0" + b"h\0)\x81" * 1_000_000 + b"]" * 19_000_001,
 }
-_OBJECTS = "objects.* 20000000 "
+_OBJECTS = "objects.* 20000000"
 # Values of every other instruction, which stay on the stack.
 STACKS = {"None": b"N", "copies": b"2", "values below marks": b"(" + b"N" * 999}
 _STACK = "1000000 values"
@@ -269,7 +269,7 @@ def cases():
         yield Case(f"legacy rank: a stack of {what}", "legacy", partial(_legacy, _zip(flood)), _STACK)
     for what, root in ROOTS.items():
         content = pickle.dumps(root)
-        said = rf"\.metadata holds {type(root).__name__} instead of .*Metadata"
+        said = rf"\.metadata contains {type(root).__name__} instead of .*Metadata"
         yield Case(f".metadata that is {what}", "megatron", partial(_metadata, content), said, _MEGATRON)
         said, verbs = rf"common state is {type(root).__name__}, not a dict", ("inspect", "verify")
         if not isinstance(root, dict):

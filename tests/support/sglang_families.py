@@ -31,13 +31,13 @@ if release("sglang") < (0, 5, 23):
 # What SGLang's class does not read of config.json, and so leaves out: tensors, of which and of how many.
 LEFT_OUT = {
     # mlp_bias
-    "llama-biases": ("model.layers.0.mlp.up_proj.bias", "load_weights never written", 36),
+    "llama-biases": ("model.layers.0.mlp.up_proj.bias", "load_weights no parameter", 36),
     # head_dim: it takes the hidden size divided by the heads
     "mixtral": ("model.layers.0.self_attn.q_proj.weight", "15360 40960", 48),
     "qwen2_moe": ("model.layers.0.self_attn.q_proj.weight", "15360 40960", 84),
     # decoder_sparse_step, mlp_only_layers
-    "qwen2_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights never written", 105),
-    "qwen3_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights never written", 27),
+    "qwen2_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights no parameter", 105),
+    "qwen3_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights no parameter", 27),
 }
 # What SGLang's own loader raises where experts are shared out between two ranks.
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"

@@ -179,7 +179,7 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read(monkey
     store = Store("memory://bounded")
     store.write("config.json", b"x" * 100)
     assert store.read("config.json", 100) == b"x" * 100
-    with pytest.raises(CkptkitError, match="config.json: 100.*99"):
+    with pytest.raises(CkptkitError, match="config.json has 100.*99"):
         store.read("config.json", 99)
     store.write("tokenizer.json", b"x" * 1000)
     monkeypatch.setattr(remote, "MAX_BYTES", 999)

@@ -89,4 +89,4 @@ def test_scales_that_a_class_drops_are_named(name, cases, runs):
     assert "FP8" in why_no_scale(SGLANG, report.dropped[0].tensor, report)
     gate = "model.layers.3.mlp.gate"
     why = why_no_scale(SGLANG, f"{gate}.weight_scale_inv", reported(runs["fp8 qwen3_moe"]))
-    assert why == text_with(f"SGLang {gate} FP8")
+    assert why == text_with(f"{gate} BF16 SGLang")
