@@ -125,5 +125,5 @@ def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
         raise CannotCheck(f"{engine.label} does not support these sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
         have = torch.cuda.device_count()
-        raise CannotCheck(f"an engine needs {sizes.ranks} GPUs, one per rank, but this machine has {have}")
+        raise CannotCheck(f"an engine needs a GPU for each rank: {sizes.ranks}, but this machine has {have}")
     return sizes
