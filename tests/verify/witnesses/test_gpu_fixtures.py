@@ -111,5 +111,5 @@ def test_sglang_has_a_class_of_every_family_that_it_is_given():
     names = {*sglang_families.CLEAN, *test_sglang_logits_gpu.COMPUTED}
     types = {HF_CASES[name].config().model_type for name in names}
     without = {kind for kind in types if not classes & {*FAMILIES[kind].architectures}}
-    # SGLang has no seed_oss; the thinker is loaded under the class of the complete model.
+    # SGLang has no seed_oss; the thinker is loaded and as a part of the class of the complete model.
     assert without == {"seed_oss", "qwen3_omni_moe_thinker"}
