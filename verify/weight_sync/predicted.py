@@ -15,7 +15,7 @@ from ckptkit.converters.hf_names import FUSED
 from ckptkit.quant.formats.part_names import WEIGHT_G_IDX, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE
 from ckptkit.verify.evidence.folding import pattern_of
 from ckptkit.verify.weight_sync.engines import Digest
-from ckptkit.verify.witnesses.loading.layouts.marlin import for_marlin
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_experts
 
 Order = tuple[int, ...]  # of a part within its parameter: its index, or its expert and its index there
 _PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
@@ -97,7 +97,7 @@ class ParamCut:
     padded: bool = False  # rows are first padded as a vocabulary
     shared: bool = False  # the shared expert is the last one
     float32: bool = False  # the engine keeps float32, as SGLang 0.5.23 does for routers
-    marlin: bool = False  # the engine repacks INT4 for Marlin's kernels
+    marlin: bool = False  # the engine repacks experts in INT4 for Marlin's kernels
 
     def at(self, rank: int) -> tuple[int, int]:
         """The block of experts and the piece of a rank."""
@@ -127,7 +127,7 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
             else:
                 ways = product(paddings, casts)
                 found += [ParamCut(size, axis, size, padded=padded, float32=cast) for padded, cast in ways]
-    if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+    if experts and param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         found += [replace(cut, marlin=True) for cut in found]
 
     def divides(cut: ParamCut) -> bool:
@@ -162,7 +162,7 @@ def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> 
     """The part of a parameter on a rank with this block and piece."""
     block, index = at
     if cut.marlin:
-        return for_marlin(piece(parts, replace(cut, marlin=False), at))
+        return marlin_experts(piece(parts, replace(cut, marlin=False), at))
     if cut.float32:
         parts = {order: part.float() for order, part in parts.items()}
     ordered = sorted(parts if cut.shared else routed_of(parts))

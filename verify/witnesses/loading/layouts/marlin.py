@@ -51,17 +51,12 @@ def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
     return (transposed,) if scales.shape[0] > 1 else (transposed, _by_channel(scales))
 
 
-def for_marlin(loaded: Tensor) -> Tensor:
-    """INT4 words or scales of experts or of a layer as stored ([..., outputs, inputs / 8 or groups]) -> repacked.
-
-    Unchanged if they do not fill Marlin's tiles.
-    """
-    if loaded.dim() == 3:
-        return torch.stack([for_marlin(matrix) for matrix in loaded])
+def marlin_experts(loaded: Tensor) -> Tensor:
+    """INT4 words or scales as stored [experts, outputs, inputs / 8 or groups] -> repacked, if they fill the tiles."""
     is_packed = loaded.dtype == torch.int32
-    if loaded.dim() != 2 or loaded.shape[0] % _TILE_COLUMNS or (is_packed and loaded.shape[1] % 2):
+    if loaded.dim() < 3 or loaded.shape[1] % _TILE_COLUMNS or (is_packed and loaded.shape[2] * _WORD % _TILE_ROWS):
         return loaded
-    return marlin_weight(loaded.t()) if is_packed else marlin_scales(loaded.t())[0]
+    return torch.stack([marlin_weight(one.t()) if is_packed else marlin_scales(one.t())[0] for one in loaded])
 
 
 def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
