@@ -289,3 +289,12 @@ def test_inspect_says_what_a_chain_holds(published):
     assert facts["encoding"] == "overwrite, xor"
     assert [line.partition(":")[0] for line in facts["versions"]] == ["1", "2", "3", "4", "5", "6"]
     assert inspect(root / "chain", hf=root / "base")["tensors"] == len(states[0])
+
+
+def test_a_local_checkpoint_that_missed_an_update_is_found(published, tmp_path):
+    """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
+    root, states = published
+    convert(root / "chain", tmp_path / "local", hf=root / "base")
+    edit(tmp_path / "local", NORM, states[4][NORM])
+    errors = ckptkit.verify(tmp_path / "local", root / "chain", root / "base").findings
+    assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}

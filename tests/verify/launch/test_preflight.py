@@ -246,3 +246,11 @@ def test_a_launch_that_uses_secrets_for_other_things_passes(secrets, releases, c
 def test_nothing_given_is_bad_usage():
     with pytest.raises(CkptkitError, match="no path"):
         preflight()
+
+
+def test_a_step_counts_for_the_reference_too(run_of, converted, tmp_path):
+    other = shutil.copytree(run_of, tmp_path / "other")
+    shutil.rmtree(other / "iter_0000010")
+    report = preflight(load=run_of, ref_load=other, ckpt_step=10)
+    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
+    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is missing"
