@@ -14,7 +14,6 @@ from ckptkit.verify.core.check import Check, all_checks
 from ckptkit.verify.triage.symptom import TABLE, Symptom, page_symptoms
 
 _LISTED = 10  # entries
-_COMMON = ("a", "an", "and", "are", "as", "at", "but", "by", "for", "in", "is", "it", "of", "on", "or", "the")
 # Words of users, and the words of the titles and texts.
 _SYNONYMS = {
     **dict.fromkeys(("garbage", "gibberish", "nonsense", "rubbish", "fluent"), "garbled"),
@@ -56,11 +55,9 @@ def _scores(wanted: Sequence[str], entries: Collection[Check | Symptom]) -> dict
     """The match of each entry: the rarer a word, the more it counts, and twice in a title, above all at its start."""
     scores = dict.fromkeys(entries, 0.0)
     for word in dict.fromkeys([*wanted, *(_SYNONYMS[word] for word in wanted if word in _SYNONYMS)]):
-        if word in _COMMON:
-            continue
         pattern = re.compile(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", re.IGNORECASE)
         if matches := [one for one in entries if pattern.search(_text(one))]:
-            rarity = math.log(1 + len(entries) / len(matches))
+            rarity = math.log(len(entries) / len(matches))
             for one in matches:
                 place = pattern.search(title := f"{one.code} {one.title}")
                 scores[one] += rarity * (2 - (place.start() + len(title) / 10) / 500 if place else 1)

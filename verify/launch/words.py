@@ -85,8 +85,6 @@ _AT_START = re.compile(
 class UnfollowedCall(str):
     """The reason why a value is unknown: ckptkit does not follow the call in this text."""
 
-    __slots__ = ()
-
 
 def changes_every_start(text: str) -> bool:
     """Whether a name contains the start time or a random part, so that nothing of that name can exist yet."""

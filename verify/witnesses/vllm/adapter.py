@@ -249,12 +249,10 @@ def _experts_layout(module: nn.Module, method: Any) -> layouts.Layout | None:
     return layouts.unknown_layout(f"{backend} of experts")
 
 
-def _bytes_of_columns(tensor: Tensor) -> Tensor:
-    """[experts, words, columns] -> bytes [experts, columns, 4 x words]."""
-    return tensor.transpose(1, 2).contiguous().view(torch.uint8)
-
-
-_TRITON_PARTS = {WEIGHT_PACKED: _bytes_of_columns, WEIGHT_SCALE: lambda tensor: tensor.transpose(1, 2).contiguous()}
+_TRITON_PARTS = {  # [experts, words or groups, columns] -> [experts, columns, 4 x words in bytes, or groups]
+    WEIGHT_PACKED: lambda tensor: tensor.transpose(1, 2).contiguous().view(torch.uint8),
+    WEIGHT_SCALE: lambda tensor: tensor.transpose(1, 2).contiguous(),
+}
 _TRITON: Mapping[str, Any] = {
     f"{matrix}_{part}": order for matrix in ("w13", "w2") for part, order in _TRITON_PARTS.items()
 }
