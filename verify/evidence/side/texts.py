@@ -176,8 +176,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     models = (side.parts.get("model", {}) for side in (here, there))
     tables, their_tables = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
     ids = ids or describe_first_difference(tables, their_tables, "model")  # only rare texts may show it
-    names = {**there.special, **here.special}
-    pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
+    pairs = {name: (here.special.get(name), there.special.get(name)) for name in {**there.special, **here.special}}
     special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     parts = describe_first_difference(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
