@@ -281,9 +281,7 @@ def _unread(launch: Launch, paths: _Paths) -> tuple[str, ...]:
 
 def _notes(paths: _Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Notes on options that only slime or only miles has."""
-    loads_hf = (
-        paths.mode is None and not paths.fsdp and any(side.kind == "hf" and side.role != ENGINE for side in sides)
-    )
+    loads_hf = paths.mode is None and not paths.fsdp and any(one.kind == "hf" and one.role != ENGINE for one in sides)
     bridge = "slime loads the HF directory itself; miles does only with --megatron-to-hf-mode bridge"
     critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path instead"
     return (*([bridge] if loads_hf else []), *([critic] if paths.critic else []))
