@@ -157,9 +157,9 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     short = list(dict.fromkeys(_short_texts(there, strings)))
     texts: list[str] = []
     if here.is_fast and there.is_fast:  # every token, and every character of the first planes inside a word
-        numbers = (number for number in range(_PLANES) if not any(number in one for one in _NO_TEXT))
+        characters = (number for number in range(_PLANES) if not any(number in one for one in _NO_TEXT))
         texts = [there.decode([number], False) for number in there.vocabulary.values()]
-        texts += [f"a{chr(number)}b" for number in numbers]
+        texts += [f"a{chr(number)}b" for number in characters]
     rows = [" ".join(texts[at : at + _ROW]) for at in range(0, len(texts), _ROW)]
     ids, text = _different_ids(here, there, short), ""
     if not ids and (ids := _different_ids(here, there, rows)):
