@@ -86,13 +86,12 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
         # Without values it is unknown whether a tied output layer that one side lacks repeats the embedding.
         group: State = "unread" if name in tied and state != "differing" else state
         by_state[group].append(Pair(name, spec_a, spec_b, None, None, state))
-    note = f"values were not read, because torch is not installed: {INSTALL_CONVERT}"
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
         differing=by_state["differing"],
         only_a=by_state["only_a"],
         only_b=by_state["only_b"],
-        notes=[*sides.notes, note],
+        notes=[*sides.notes, f"values were not read, because torch is not installed: {INSTALL_CONVERT}"],
         files=sides.files,
         unread=by_state["unread"],
     )

@@ -149,13 +149,12 @@ def badness(pair: Pair) -> tuple[float, float]:
 def _kind(pairs: Sequence[Pair]) -> Kind:
     known = [pair.distance for pair in pairs if pair.distance is not None]
     elements = sum(one.elements for one in known)
-    cosines = [one.cosine for one in known if one.cosine is not None]
     return Kind(
         names=tuple(pair.name for pair in pairs),
         worst=max(pairs, key=badness),
         largest=max((one.largest for one in known), default=math.nan),
         mean=sum(one.mean * one.elements for one in known) / elements if elements else math.nan,
-        cosine=min(cosines, default=None),
+        cosine=min((one.cosine for one in known if one.cosine is not None), default=None),
         relative=max(badness(pair)[0] for pair in pairs),
     )
 

@@ -70,8 +70,7 @@ def verdict(found: Diff) -> str:
 
 
 def _folded(names: Sequence[str], limit: int = 5) -> str:
-    count = f" ({len(names)} tensors)" if len(names) > 1 else ""
-    return summarize(names, limit) + count if names else ""
+    return summarize(names, limit) + f" ({len(names)} tensors)" * (len(names) > 1) if names else ""
 
 
 def _kind(kind: Kind) -> str:

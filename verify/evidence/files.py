@@ -145,8 +145,7 @@ class HfFiles:
 
     def stretch(self, name: str, element: int) -> FileExtent | None:
         """The bytes of a tensor from an element on, or None if no readable header has it."""
-        named = self.shards.get((self.index or {}).get(name, ""))
-        shards = (*filter(None, [named]), *self.shards.values())
+        shards = (*filter(None, [self.shards.get((self.index or {}).get(name, ""))]), *self.shards.values())
         return next((shard.stretch(name, element) for shard in shards if name in shard.specs), None)
 
     @cached_property

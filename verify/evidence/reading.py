@@ -175,8 +175,7 @@ def _pass(subject: Subject, stored: bool) -> Values:
         refuse_foreign(subject.checkpoint.specs, subject.path)
         refuse_declared_format(subject.checkpoint.config, subject.path)
     hashes = {} if subject.options.ray is not None else file_hashes(subject)
-    hashed = _Hashed(subject.hf_files, hashes) if hashes else None
-    checkpoint, source = sides(subject, stored, hashed)
+    checkpoint, source = sides(subject, stored, _Hashed(subject.hf_files, hashes) if hashes else None)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
     ranges = (byte_ranges_of(checkpoint, names) if hashes else () for names in groups)

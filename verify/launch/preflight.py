@@ -81,8 +81,7 @@ def preflight(
         refuse_url(options[name])
         options[name] = Path(options[name])
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    given = PreflightOptions(**options)
-    job, reasons = read_job(Launch(text, given, {**environment, **known}), config), []
+    job, reasons = read_job(Launch(text, PreflightOptions(**options), {**environment, **known}), config), []
     if ask_trainer is not None:
         from ckptkit.verify.launch.ask_trainer import ask_trainer as ask
 
@@ -189,8 +188,7 @@ def _directories(job: Job) -> Iterator[Subject]:
 
 def check_headers(subject: Subject) -> list[CheckResult]:
     """Checks the headers and JSON files of one directory, without weights."""
-    checks = [one for one in all_checks(OF_WITNESSES) if one.stage == "headers" or one.preflight]
-    results = results_of(subject, checks)
+    results = results_of(subject, [one for one in all_checks(OF_WITNESSES) if one.stage == "headers" or one.preflight])
     _fold_other_model(subject, results)
     return results
 

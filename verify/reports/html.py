@@ -358,12 +358,8 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
     for link, layers in wrong.items():
         runs = ((at, first, count) for at in layers for first, count in _runs(sorted(layers[at])))
         path = "".join(f"M{at} {first}v{count}h1v-{count}z" for at, first, count in runs)
-        areas.append(Area("failed", path, "; ".join(_describe_experts(layers, columns)), link))
+        groups = by_key((wording.numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
+        texts = [f"{text} of {_listed(names)}" for text, names in groups.items()]  # `experts 6 to 11 of layer 3`
+        shown = "; ".join([*texts[:_TICKS], *(["and others"] if len(texts) > _TICKS else [])])
+        areas.append(Area("failed", path, shown, link))
     return Picture(experts, min(max(_EXPERTS_PX[0], 12 * experts), _EXPERTS_PX[1]), areas)
-
-
-def _describe_experts(layers: Mapping[int, set[int]], columns: Sequence[str]) -> list[str]:
-    """`experts 6 to 11 of layers 3 and 5`, at most _TICKS texts."""
-    groups = by_key((wording.numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
-    texts = [f"{text} of {_listed(names)}" for text, names in groups.items()]
-    return [*texts[:_TICKS], *(["and others"] if len(texts) > _TICKS else [])]

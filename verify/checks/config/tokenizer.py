@@ -230,7 +230,6 @@ def _lost_ends(side: SideFiles, source: SideFiles) -> Iterator[Issue]:
 
 
 def _writes(side: SideFiles, text: str) -> bool:
-    """Whether a chat template contains the text of a token."""
     return any(text in template for template in side.templates.values())
 
 

@@ -274,8 +274,7 @@ def adapters_merged(subject: Subject, result: CheckResult) -> Iterator[Issue]:
             yield Issue("merged weights without adapter files", f"{file} is next to the weights", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         adapter = f"{_BELOW}/ contains an adapter, and verl's model merger does not merge it into the weights"
-        command = f"`ckptkit verify {root} --source BASE --adapter {root / _BELOW}`"
-        result.note(f"{adapter}: check them with {command}")
+        result.note(f"{adapter}: check them with `ckptkit verify {root} --source BASE --adapter {root / _BELOW}`")
     every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.kind == "hf" else {})])
     # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)

@@ -163,9 +163,8 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
         hint = "save with save_original_format=True, which writes the names that SGLang needs"
     hint += f", or rename the tensors to {spelling.expected}* (and in the index)"
     expected = f"names {spelling.expected or 'layers.'}*, as {family.class_of(config)} of config.json uses"
-    severity = warning_if(spelling.renamed_on_load)
     actual = f"{count} tensors have names {spelling.found}*, which {user}"
-    yield Issue(expected, actual, hint, file="config.json", severity=severity)
+    yield Issue(expected, actual, hint, file="config.json", severity=warning_if(spelling.renamed_on_load))
 
 
 def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:

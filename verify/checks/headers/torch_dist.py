@@ -158,8 +158,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
             shared[keys[0]] = f"{keys[0]} starts at byte {offset}, inside {before}, which ends at {end}"
         end, before = max(end, offset + length), keys[0]
     if shared:
-        more = f"; {len(shared) - 1} more entries overlap" if len(shared) > 1 else ""
-        actual = next(iter(shared.values())) + more
+        actual = next(iter(shared.values())) + f"; {len(shared) - 1} more entries overlap" * (len(shared) > 1)
         yield Issue("a separate byte range for each entry", actual, names=shared, as_one=True, file=path)
 
 

@@ -168,7 +168,6 @@ def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str
 
 
 def _engine_tp(subject: Subject) -> int:
-    """The tensor parallel size of the engine: the launch's, or --tp."""
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 

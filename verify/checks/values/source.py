@@ -228,10 +228,9 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 def _origin_of(subject: Subject, name: str) -> str | None:
     """The other source tensor with the values of this one, if any."""
     values = read_values(subject)
-    stats, difference = values.stats[name], values.differences[name]
-    if _is_broken(stats) or not difference.same_shape:
-        return None
-    return None if (origin := values.source_names.get(stats.digest)) == name else origin
+    stats, same_shape = values.stats[name], values.differences[name].same_shape
+    origin = None if _is_broken(stats) or not same_shape else values.source_names.get(stats.digest)
+    return None if origin == name else origin
 
 
 def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], values: Values) -> tuple[str, str]:

@@ -322,7 +322,6 @@ def _inside_model(name: str) -> str:
 
 
 def _fp32_biases(subject: Subject) -> set[str]:
-    """Biases that must be float32."""
     return {name for name in _with_field(subject, "fp32") if "bias" in name}
 
 

@@ -180,8 +180,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, result: CheckResult) -> 
         result.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
-        weights = [seen for seen in report.dropped if seen not in scales]
-        yield from _findings(engine, weights, expected, why, draft)
+        yield from _findings(engine, [seen for seen in report.dropped if seen not in scales], expected, why, draft)
         yield from _findings(engine, scales, expected, lambda seen: of_cache, draft, "warning")
 
 

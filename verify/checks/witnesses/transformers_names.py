@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
@@ -71,7 +71,10 @@ def names_in_transformers(subject: Subject, result: CheckResult) -> Iterator[Iss
         yield Issue(f"architectures is {report.fits}", actual, hint, file=config)
         return
     of_class, wrong = report.model_class, partial(Issue, file=where)
-    for names in _group_missing(report.missing, report.own):
+    # Missing names by the outermost module without any tensor, or by kind of tensor; layers are grouped.
+    present = {module for name in set(report.own).difference(report.missing) for module in _modules(name)}
+    outermost = {name: next((one for one in _modules(name) if one not in present), name) for name in report.missing}
+    for names in by_key((pattern_of(module), name) for name, module in outermost.items()).values():
         lost = "missing, so transformers fills this weight with random numbers"
         yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, as_one=True)
     for name, (used, *others) in report.aliases.items():
@@ -93,13 +96,6 @@ def names_in_transformers(subject: Subject, result: CheckResult) -> Iterator[Iss
         yield wrong(f"shape {tuple(one.built)} in {of_class}", f"shape {tuple(one.stored)}", names=[one.name])
     for name, text in report.errors.items():
         yield wrong(f"tensors that become this weight of {of_class}", text, names=[name])
-
-
-def _group_missing(missing: Collection[str], own: Collection[str]) -> Collection[list[str]]:
-    """Missing names by the outermost module without any tensor, or by kind of tensor; layers are grouped."""
-    present = {module for name in set(own).difference(missing) for module in _modules(name)}
-    outermost = {name: next((module for module in _modules(name) if module not in present), name) for name in missing}
-    return by_key((pattern_of(module), name) for name, module in outermost.items()).values()
 
 
 def _modules(name: str) -> Iterator[str]:

@@ -116,8 +116,7 @@ def _zero_scale_blocks(checkpoint: Checkpoint, stored: StoredWeight, zero: Tenso
 
     layout, shape = stored.layout, stored.shape
     assert shape is not None  # its scale fits
-    codes = checkpoint.read([stored.codes.name])[stored.codes.name]
-    numbers = values(layout, codes).abs().nan_to_num(torch.inf)
+    numbers = values(layout, checkpoint.read([stored.codes.name])[stored.codes.name]).abs().nan_to_num(torch.inf)
     height, width = layout.block[0] or shape[-2], layout.block[1] or shape[-1]
     grid = layout.grid(shape)
     padded = torch.nn.functional.pad(numbers, (0, grid[-1] * width - shape[-1], 0, grid[-2] * height - shape[-2]))

@@ -155,7 +155,11 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     in_parts = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
     strings = list(dict.fromkeys([*strings, *in_parts]))
     short = list(dict.fromkeys(_short_texts(there, strings)))
-    texts = list(_all_texts(there)) if here.is_fast and there.is_fast else []
+    texts: list[str] = []
+    if here.is_fast and there.is_fast:  # every token, and every character of the first planes inside a word
+        characters = (number for number in range(_PLANES) if not any(number in one for one in _NO_TEXT))
+        texts = [there.decode([number], False) for number in there.vocabulary.values()]
+        texts += [f"a{chr(number)}b" for number in characters]
     rows = [" ".join(texts[at : at + _ROW]) for at in range(0, len(texts), _ROW)]
     ids, text = _different_ids(here, there, short), ""
     if not ids and (ids := _different_ids(here, there, rows)):
@@ -176,8 +180,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     models = (side.parts.get("model", {}) for side in (here, there))
     tables, their_tables = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
     ids = ids or describe_first_difference(tables, their_tables, "model")  # only rare texts may show it
-    names = {**there.special, **here.special}
-    pairs = {name: (here.special.get(name), there.special.get(name)) for name in names}
+    pairs = {name: (here.special.get(name), there.special.get(name)) for name in {**there.special, **here.special}}
     special = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     parts = describe_first_difference(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
@@ -209,13 +212,6 @@ def _short_texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:
     yield from tokens
     yield from (glue.join(row) for row in rows for glue in ("", " "))
     yield from map("".join, product(_PIECES, repeat=3))
-
-
-def _all_texts(there: _Loaded) -> Iterator[str]:
-    """Every token of the vocabulary, and every character of the first planes inside a word."""
-    yield from (there.decode([number], False) for number in there.vocabulary.values())
-    numbers = (number for number in range(_PLANES) if not any(number in one for one in _NO_TEXT))
-    yield from (f"a{chr(number)}b" for number in numbers)
 
 
 def describe_first_difference(here: Any, there: Any, path: str) -> str:

@@ -28,8 +28,7 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     """Yields differences of ids and texts from `there`, named `place` ("in the source"): if files differ and tokens do
     not, those in texts that libraries encode and decode. Raises CkptkitError, and CannotCheck without a library.
     """
-    files = {*here.tokenizer_files, *there.tokenizer_files}
-    if all(here.content(name) == there.content(name) for name in files):
+    if all(here.content(name) == there.content(name) for name in {*here.tokenizer_files, *there.tokenizer_files}):
         return
     if not (there.has_tokenizer and here.has_tokenizer):
         yield from _absent(here, there)

@@ -85,8 +85,7 @@ def _dims(config: Mapping[str, Any], given: Arguments, result: CheckResult) -> M
 
 def _issue(name: str, expected: str, actual: str, given: Arguments, root: object) -> Issue:
     deciding = [given.values[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.values]
-    places = ", ".join(dict.fromkeys(one.where for one in deciding))
-    where = f"at {places}" if places else "by default"
+    where = f"at {', '.join(dict.fromkeys(one.where for one in deciding))}" if deciding else "by default"
     file = deciding[0].file if deciding else None
     expected, actual = f"{name} = {expected} (from {root}/config.json)", f"{name} = {actual} ({where})"
     return Issue(expected, actual, _hint(name, given), file=file)

@@ -141,8 +141,7 @@ def _class(
         yield Issue(expected, actual, hint, file=draft)
     elif is_language_model and is_sglang and (names or method == "EAGLE3"):
         actual = f"architectures is {class_name}, so {registry.release} loads it as a language model"
-        draft_class = f"{class_name}Eagle{'3' if method == 'EAGLE3' else ''}"
-        hint = f"set architectures to a draft class, such as {draft_class}"
+        hint = f"set architectures to a draft class, such as {class_name}Eagle{'3' if method == 'EAGLE3' else ''}"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif other:
         actual, hint = f"{class_name} is a draft model for {other}", f"choose {other} as the method"

@@ -112,8 +112,7 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
             value = _convert(_KINDS[name], word.text)
             values[name] = SettingValue(value, word, known=value is not None)
             _check_size(name, name, values[name])
-    anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
-    return Arguments(values, anything, tuple(refused))
+    return Arguments(values, any(isinstance(one, UnresolvedWord) and one.anything for one in words), tuple(refused))
 
 
 def _check_size(option: str, name: str, setting: SettingValue) -> None:

@@ -178,8 +178,7 @@ def _launch(script: Path, folders: Sequence[Path], start: _Start) -> LaunchText:
     variables: dict[str, tuple[ShellValue, ...]] = {}
     text = _shell_text([f"{sourced}python3 {name} ", *model_pieces, " ", *arguments], variables, script)
     launch = read_command(text, variables, script, start.line, environment)
-    lines = _option_lines([script, file] if file else [script])
-    words = tuple(_locate(launch.words, lines, (script, start.line)))
+    words = tuple(_locate(launch.words, _option_lines([script, file] if file else [script]), (script, start.line)))
     return replace(launch, words=words, environment=dict(_environment(start, script)))
 
 

@@ -50,7 +50,9 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
         except (SyntaxError, TooMuchError, RecursionError, MemoryError) as error:
             return Unknown(path.name, f"{path}: {why_unread(error)}")
         if isinstance(value, str | Text):
-            return _join_lines(value)
+            pieces = (value,) if isinstance(value, str) else value.pieces
+            joined = join_pieces(re.sub(r"\s+", " ", piece) if isinstance(piece, str) else piece for piece in pieces)
+            return joined.strip() if isinstance(joined, str) else joined
         return value if isinstance(value, Unknown) else Unknown(path.name, f"{path} returns no text")
 
     def sibling(_: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
@@ -61,10 +63,3 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
 
     parents = tool.absolute().parents
     return load((parents[3] / "scripts" / "models" if len(parents) > 3 else tool.parent) / f"{name}.py", {})
-
-
-def _join_lines(text: str | Text) -> str | Text:
-    """A text with one blank between its words."""
-    pieces = (text,) if isinstance(text, str) else text.pieces
-    joined = join_pieces(re.sub(r"\s+", " ", piece) if isinstance(piece, str) else piece for piece in pieces)
-    return joined.strip() if isinstance(joined, str) else joined

@@ -107,9 +107,8 @@ class Follower:
         if name == "os":
             get = Builtin("getenv", lambda variable, default=None: self.state.variable(variable, default))
             return Module(Path("os"), {"environ": Environment(), "getenv": get})
-        parts = name.split(".")
         for folder in (self.root, module.path.parent):
-            path = folder.joinpath(*parts).with_suffix(".py")
+            path = folder.joinpath(*name.split(".")).with_suffix(".py")
             if path.is_file():
                 try:
                     return self.module(path)
@@ -222,9 +221,8 @@ class Follower:
         names |= {parameter.arg: value for parameter, value in zip(positional, arguments, strict=False)}
         if signature.vararg:
             names[signature.vararg.arg] = tuple(arguments[len(positional) :])
-        more = {name: value for name, value in named.items() if name not in names}
         if signature.kwarg:
-            names[signature.kwarg.arg] = more
+            names[signature.kwarg.arg] = {name: value for name, value in named.items() if name not in names}
         return names | {name: value for name, value in named.items() if name in names}
 
     def block(self, module: Module, body: Sequence[ast.stmt]) -> End:

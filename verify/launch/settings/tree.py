@@ -30,8 +30,7 @@ def flat_settings(tree: Tree | Mapping[str, Tree], key: str = "", *, lists: bool
     if isinstance(tree, Word):
         yield key, tree
         return
-    entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
-    for name, value in entries:
+    for name, value in enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items():
         yield from flat_settings(value, f"{key}.{name}" if key else str(name), lists=lists)
 
 

@@ -291,18 +291,13 @@ def _parameter_values(shell: Shell, part: Parameter) -> list[ShellValue]:
         return values
     variable = shell.lookup(part.name)
     if part.operator == ":" and (part.name in ("@", "*") or (is_every and variable and variable.array)):
-        return _slice(shell, part, values)
+        if not all(value.known for value in values):
+            return [unknown_value(part.source, _reason(values))]
+        if part.name in ("@", "*"):  # word 0 is the script
+            values = [ShellValue(str(shell.file or "bash")), *values]
+        bounds = _bounds(shell, part, len(values))
+        return [unknown_value(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
     return [_apply_operator(shell, part, value) for value in values]
-
-
-def _slice(shell: Shell, part: Parameter, values: list[ShellValue]) -> list[ShellValue]:
-    """`${A[@]:1:2}`; word 0 of `$@` is the script."""
-    if not all(value.known for value in values):
-        return [unknown_value(part.source, _reason(values))]
-    if part.name in ("@", "*"):
-        values = [ShellValue(str(shell.file or "bash")), *values]
-    bounds = _bounds(shell, part, len(values))
-    return [unknown_value(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
 
 
 def _bounds(shell: Shell, part: Parameter, length: int) -> slice | str:

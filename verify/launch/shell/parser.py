@@ -122,7 +122,12 @@ class _Parser:
         elif self.lexer.peek(2) == "((":
             node = syntax.Calculation(self.lexer.calculation(), line)
         elif self.lexer.peek() == "(":
-            node = self._subshell(line)
+            self.lexer.take()
+            body = self.list_until(frozenset())
+            if self.lexer.peek() != ")" or not body:
+                raise self.lexer.error("( is never closed, or encloses no command", line)
+            self.lexer.take()
+            node = syntax.CommandGroup(body, line, subshell=True)
         else:
             return self._simple(line)
         silent = False
@@ -131,14 +136,6 @@ class _Parser:
             silent |= self._redirection()[1] is not None
             self.lexer.skip_blanks()
         return syntax.CommandGroup((node,), line, silent=True) if silent else node
-
-    def _subshell(self, line: int) -> Node:
-        self.lexer.take()
-        body = self.list_until(frozenset())
-        if self.lexer.peek() != ")" or not body:
-            raise self.lexer.error("( is never closed, or encloses no command", line)
-        self.lexer.take()
-        return syntax.CommandGroup(body, line, subshell=True)
 
     def _group(self, line: int) -> Node:
         self.lexer.take()

@@ -179,9 +179,8 @@ def _is_new(gap: Gap) -> bool:
 
 def _is_needed(option: str) -> bool:
     """Whether a check needs the value of an option."""
-    if option in (_RESOURCE, "--save"):
-        return option == _RESOURCE
-    return option in OPTIONS or bool(unread([option, "1"], frozenset()))
+    is_read = option in OPTIONS or bool(unread([option, "1"], frozenset()))
+    return option == _RESOURCE or (is_read and option != "--save")
 
 
 def _make_absolute(word: Word, option: str, start: Start) -> Word:

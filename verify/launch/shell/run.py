@@ -238,8 +238,7 @@ def _command(shell: Shell, node: syntax.Simple, words: list[ShellValue], variabl
         return "", None
     if (text := inner_script(words)) is not None:
         return _run_text(shell, text, node.line)
-    here = expand_text(shell, node.here) if node.here else None
-    known, result = run_known_command(shell, words, here, node.line)
+    known, result = run_known_command(shell, words, expand_text(shell, node.here) if node.here else None, node.line)
     if not known and shell.output is not None:
         shell.output.append(unknown_value(f"$({name})", f"the output of `{name}` at {shell.place(node.line)}"))
     return "", result

@@ -204,7 +204,9 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
     """
     keys = ("cluster.num_nodes", "cluster.gpus_per_node")
     nodes, each = (settings.size(key, None) for key in keys)
-    rewards = _reward_model(settings, is_single_node=nodes == 1)
+    rewards: int | None = 0  # nodes of the reward model, or its GPUs on a single node
+    if any(settings.text(key) == "reward_model" for key in settings.names("data") if key.endswith("env_name")):
+        rewards = settings.number(f"env.reward_model.resources.{'gpus_per_node' if nodes == 1 else 'num_nodes'}")
     if nodes is None or each is None or rewards is None:
         _report_missing(settings, *keys)
         return
@@ -285,14 +287,6 @@ def _engine_keys(backend: str) -> list[str]:
     vllm = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
     names = ("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm
     return [f"{_GENERATION}.{backend}_cfg.{name}" for name in names]
-
-
-def _reward_model(settings: Config, is_single_node: bool) -> int | None:
-    """The nodes of a reward model, or its GPUs on a single node. 0 if the data needs none, None if unknown."""
-    names = [key for key in settings.names("data") if key.endswith("env_name")]
-    if all(settings.text(key) != "reward_model" for key in names):
-        return 0
-    return settings.number(f"env.reward_model.resources.{'gpus_per_node' if is_single_node else 'num_nodes'}")
 
 
 def _report_missing(settings: Config, *keys: str) -> None:

@@ -285,8 +285,7 @@ def read_supervised(launch: Launch) -> Job:
             sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
             groups.append(size.group(role, _devices(settings, workers[role])))
     key, placement = keys["actor"], GpuPlacement(tuple(groups))
-    hf = settings.model(key)
-    return Job(SUPERVISED, sides=tuple(sides), hf=hf, hf_option=key, sizes=sizes, placement=placement)
+    return Job(SUPERVISED, sides=tuple(sides), hf=settings.model(key), hf_option=key, sizes=sizes, placement=placement)
 
 
 SUPERVISED = replace(

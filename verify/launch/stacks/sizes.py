@@ -197,8 +197,7 @@ class RolloutEngine:
         """The engine with these sizes. `plain` is `ModelSplit.plain_experts`, `fp8` is `ModelSplit.online_fp8`."""
         sizes, cuts = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep), self.cuts
         if self.server and tp > 1:
-            split = ModelSplit(ENGINE, self.server, tp, asked_by, ep or 1, None, tp, plain, online_fp8=fp8)
-            cuts = (split,)
+            cuts = (ModelSplit(ENGINE, self.server, tp, asked_by, ep or 1, None, tp, plain, online_fp8=fp8),)
         return replace(self, sizes=sizes, cuts=cuts)
 
 

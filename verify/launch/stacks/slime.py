@@ -74,6 +74,10 @@ def read(launch: Launch) -> Job:
     tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.options.sizes.items())
     # Megatron's default of etp is tp.
     sizes = replace(sizes, tp=tp, pp=pp, ep=ep, etp=sizes.etp or (tp if text.words and not unread else None))
+    written: dict[str, Word] = {}  # the first word of every resolved option
+    for option in options_of(text.words):
+        if not isinstance(option.word, UnresolvedWord):
+            written.setdefault(option.name, option.word)
     return Job(
         STACK,
         text,
@@ -88,21 +92,12 @@ def read(launch: Launch) -> Job:
         adapter=_adapter(given),
         updates=bool(sizes.qat or paths.load or paths.ref_load),
         arguments=given,
-        written=_first_words(text),
+        written=written,
         combinations=_combinations(text, paths, sides),
         unread=unread,
         notes=_notes(paths, sides),
         replaced=paths.replaced,
     )
-
-
-def _first_words(text: LaunchText) -> dict[str, Word]:
-    """Every resolved option of a launch, and its first word."""
-    words: dict[str, Word] = {}
-    for option in options_of(text.words):
-        if not isinstance(option.word, UnresolvedWord):
-            words.setdefault(option.name, option.word)
-    return words
 
 
 def _combinations(text: LaunchText, paths: _Paths, sides: Sequence[Side]) -> tuple[Issue, ...] | None:
@@ -281,9 +276,7 @@ def _unread(launch: Launch, paths: _Paths) -> tuple[str, ...]:
 
 def _notes(paths: _Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Notes on options that only slime or only miles has."""
-    loads_hf = (
-        paths.mode is None and not paths.fsdp and any(side.kind == "hf" and side.role != ENGINE for side in sides)
-    )
+    loads_hf = paths.mode is None and not paths.fsdp and any(one.kind == "hf" and one.role != ENGINE for one in sides)
     bridge = "slime loads the HF directory itself; miles does only with --megatron-to-hf-mode bridge"
     critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path instead"
     return (*([bridge] if loads_hf else []), *([critic] if paths.critic else []))

@@ -349,9 +349,8 @@ def _resumed_path(settings: Config) -> Resumed:
     if not settings.get(key).known:
         return Resumed(None, f"the value of {key} is unknown")
     path = Path(word.text) if word else Path()
-    number = path.name.rpartition("global_step_")[2]
-    if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
-        return Resumed(path, f"{key}")
+    if word and "global_step_" in word.text and path.name.rpartition("global_step_")[2].isdecimal() and path.is_dir():
+        return Resumed(path, key)
     actual = f"missing; its parent has {', '.join(_steps(path.parent)) or 'no step'}"
     actual = "not set" if word is None else "the directory has another name" if path.is_dir() else actual
     expected, hint = "an existing directory global_step_N", "choose an existing step"
