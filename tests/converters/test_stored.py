@@ -56,7 +56,8 @@ def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "axes"), [("gate_up_proj", (12, 192), "3 axes"), ("gate_up_proj_bias", (12, 192, 1), "2 axes")]
+    ("name", "shape", "axes"),
+    [("gate_up_proj", (12, 192), "2 axes.* 3"), ("gate_up_proj_bias", (12, 192, 1), "3 axes.* 2")],
 )
 def test_fused_experts_with_other_axes_are_refused(name, shape, axes):
     config = load("openai/gpt-oss-20b").config

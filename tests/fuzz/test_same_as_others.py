@@ -40,7 +40,7 @@ _JSON = st.lists(
     max_size=9,
 ).map("".join)
 _REFUSED_JSON = re.compile(
-    r"twice in one object|surrogates not allowed|an integer of \d+ digits|nested (too|more than 64 deep)"
+    r"twice in one object|surrogates not allowed|an integer of \d+ digits|nested (too|more than 64 levels)"
 )
 
 

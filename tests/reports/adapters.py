@@ -297,7 +297,7 @@ CASES = {
     "ms-swift#5450": Case("qwen3-untied/", ("self_attn.q_proj.weight",), _the_base, _MERGED),
     "tinker-cookbook#525": Case(
         "qwen3_5/",
-        ("in_proj_q", "PEFT 0.21.2 stops", "not found in the base model"),
+        ("in_proj_q", "PEFT 0.21.2 stops", "the base model"),
         _linear_attention(("in_proj_q", 48), ("in_proj_k", 48), ("in_proj_v", 160)),
         _linear_attention(("in_proj_qkv", 0)),
     ),

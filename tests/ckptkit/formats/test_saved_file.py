@@ -145,10 +145,10 @@ class Pickler(pickle.Pickler):
         ((Storage(), 6, (7,), (1,), False, {}), "bytes"),
         ((Storage(), 0, (2, 2), (12, 1), False, {}), "bytes"),
         ((Storage(), 0, (1 << 50,), (0,), False, {}), "bytes"),
-        ((Storage(), -1, (2,), (1,), False, {}), "write"),
-        ((Storage(), 0, (2,), (1, 1), False, {}), "write"),
-        ((Storage(), 0, ("2",), (1,), False, {}), "write"),
-        (("no storage", 0, (2,), (1,), False, {}), "write"),
+        ((Storage(), -1, (2,), (1,), False, {}), "shape"),
+        ((Storage(), 0, (2,), (1, 1), False, {}), "shape"),
+        ((Storage(), 0, ("2",), (1,), False, {}), "shape"),
+        (("no storage", 0, (2,), (1,), False, {}), "shape"),
     ],
 )
 def test_descriptions_that_reach_beyond_the_file(tmp_path, arguments, said):

@@ -134,7 +134,7 @@ def all_names(layout):
         (lambda layout: {"../../escaped.safetensors": all_names(layout)}, "safetensors"),
         (lambda layout: {"/tmp/escaped.safetensors": all_names(layout)}, "safetensors"),
         (lambda layout: {"config.json": all_names(layout)}, "safetensors"),
-        (lambda layout: layout | {"more.safetensors": ["model.norm.weight"]}, "names tensors twice: model.norm.weight"),
+        (lambda layout: layout | {"more.safetensors": ["model.norm.weight"]}, "twice: model.norm.weight"),
         (lambda layout: {file: names[1:] for file, names in layout.items()}, "tensors"),
         (lambda layout: dict.fromkeys(layout, 1), "hf_layout"),
         (lambda layout: None, "hf_layout"),

@@ -170,7 +170,7 @@ def test_tensors_of_latent_attention_are_looked_at(tmp_path):
     said = {(one.code, one.tensor, one.actual) for one in found}
     assert said == {
         ("CK141", "layers.0.self_attn.kv_b_proj.weight", "in no shard"),
-        ("CK141", "midlayer.self_attn.q_a_proj.weight", "[48, 128]"),
+        ("CK141", "midlayer.self_attn.q_a_proj.weight", "shape [48, 128]"),
     }
 
 

@@ -1,5 +1,6 @@
 """What is written beside or into a checkpoint while it is verified: its own files count, a trainer's others do not."""
 
+import inspect
 import os
 import shutil
 
@@ -97,12 +98,13 @@ def test_a_source_counts_as_the_checkpoint_does(releases, fresh, meanwhile):
 
 def test_diff_takes_a_log_for_none_of_its_files(releases, fresh, monkeypatch):
     path = fresh("qwen2-tied")
-    compare = diff.__globals__["compare_checkpoints"]
+    globals_of_diff = inspect.unwrap(diff).__globals__
+    compare = globals_of_diff["compare_checkpoints"]
 
     def compared(*arguments, **named):
         result = compare(*arguments, **named)
         log(path)
         return result
 
-    monkeypatch.setitem(diff.__globals__, "compare_checkpoints", compared)
+    monkeypatch.setitem(globals_of_diff, "compare_checkpoints", compared)
     assert not diff(path, releases("qwen2-tied")).differing

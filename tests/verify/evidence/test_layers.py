@@ -27,7 +27,7 @@ def moved(origin):
     ("origin", "text", "blamed"),
     [
         # A stage that counts from zero.
-        ({layer: layer - 6 for layer in range(6, 12)}, "{6..11} {0..5} 1 0 2", "numbered"),
+        ({layer: layer - 6 for layer in range(6, 12)}, "{6..11} {0..5} 1 0 2", "numbers"),
         ({2: 9, 9: 2}, "layers 2 and 9 are exchanged", "exchanged"),
         ({2: 9, 9: 2, 4: 11, 11: 4}, "layers {2,4} and {9,11} are exchanged", "exchanged"),
         (
@@ -72,7 +72,7 @@ def test_what_is_no_moved_layer_is_left_to_the_other_findings():
             HALVES,
             {layer: (layer + 6) % 12 for layer in range(12)},
             "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of the pipeline",
-            "numbered",
+            "numbers",
         ),
         # An even pipeline of four would have these; this one has two stages.
         (
@@ -83,12 +83,12 @@ def test_what_is_no_moved_layer_is_left_to_the_other_findings():
         ),
         (HALVES, {layer: layer - 1 for layer in range(7, 12)}, "{7..11} {6..10} 1 {6..11}", "inside"),
         (HALVES, {layer: layer - 1 for layer in range(6, 12)}, "{6..11} {5..10}", "save"),
-        (CHUNKS, {6: 0, 7: 1, 8: 2}, "{6..8} {0..2} 0 1 0 0", "numbered"),
+        (CHUNKS, {6: 0, 7: 1, 8: 2}, "{6..8} {0..2} 0 1 0 0", "numbers"),
         (
             CHUNKS,
             {0: 3, 1: 4, 2: 5, 6: 9, 7: 10, 8: 11} | {3: 0, 4: 1, 5: 2, 9: 6, 10: 7, 11: 8},
             "layers {0..2,6..8} and {3..5,9..11} are exchanged, which are stages 0 and 1 of the pipeline",
-            "numbered",
+            "numbers",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_repeated_layers_and_experts():
     assert len(layers.names) == 14
     assert (experts.text, experts.names) == (text_with("0 5 bytes"), equal[-1])
     (two,) = explain_repeats([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
-    assert (two.text, two.hint) == (text_with("4 5 bytes"), text_with("belongs"))
+    assert (two.text, two.hint) == (text_with("4 5 bytes"), text_with("release"))
     # Two mistakes.
     whose = moved({0: 1, 1: 0, 7: 3})
     assert [one.text for one in moved_layers(whose, TWELVE)] == [

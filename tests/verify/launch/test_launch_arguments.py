@@ -56,7 +56,7 @@ SIZES = ("--tensor-model-parallel-size", "--expert-tensor-parallel-size", "--rol
         *((f"{name} 0", f"{name} 0 ") for name in (*SIZES, "--sglang-ep-size")),
         (f"{CHUNK} 3", "92.*4.*chunks"),
         (f"{CHUNK} 1 --decoder-last-pipeline-num-layers 2", "stage"),
-        (f"{CHUNK} 1 {STAGES} 2", "more"),
+        (f"{CHUNK} 1 {STAGES} 2", "several"),
     ],
 )
 def test_values_that_are_none_and_what_megatrons_arguments_refuse(given, said):
@@ -81,7 +81,7 @@ def test_sizes_that_megatron_would_refuse_are_a_finding(releases, only):
     assert finding.actual == text_with("9 2 num_layers 12 pipeline_model_parallel_size 3")
     assert only(preflight(hf_checkpoint=hf, pp=2, arguments=[LAYOUT, "Et*6|t*5L"])).actual == text_with("11 layers")
     assert only(preflight(hf_checkpoint=hf, arguments=["--expert-model-parallel-size", "5"])).code == "CK703"
-    with pytest.raises(CkptkitError, match="--tp 4.*8"):
+    with pytest.raises(CkptkitError, match="--tp is 4.*8"):
         preflight(hf_checkpoint=hf, tp=4, arguments=GLM45)
 
 

@@ -96,7 +96,7 @@ def test_pasted_commands_and_standard_input_are_read(configs, tmp_path):
     for text in (pasted, f"bash -c '{pasted}'", f"ssh node1 'cd /x && {pasted}'", pasted.partition("train.py ")[2]):
         done = CliRunner().invoke(cli, ["preflight", "--json", "-"], input=text)
         found = [one for one in json.loads(done.output)["findings"] if one["code"] == "CK718"]
-        assert [one["actual"].partition(",")[0] for one in found] == ["rotary_base = 10000", "num_experts = 8"], text
+        assert [one["actual"].partition(" (")[0] for one in found] == ["rotary_base = 10000", "num_experts = 8"], text
     (tmp_path / "pasted").write_text(pasted)
     done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "pasted"), "--", "--rotary-base", "1000000"])
     assert "num_experts = 8" in done.output
@@ -129,7 +129,7 @@ def test_words_behind_the_script_and_variables_of_the_environment_reach_it(confi
     assert found.actual == text_with("rotary_base = 5000000 command")
     monkeypatch.setenv("THETA", "10000")
     (found,) = of_launch(preflight(script=script))
-    assert (found.code, found.actual.partition(",")[0]) == ("CK718", "rotary_base = 10000")
+    assert (found.code, found.actual.partition(" (")[0]) == ("CK718", "rotary_base = 10000")
     template = RAY.replace("${OFF[@]}", '${OFF[@]} --rotary-base "${1:-1000000}"')
     script = write_launch(tmp_path, "qwen3", configs("qwen3"), template)
     assert of_launch(preflight(script=script)) == []

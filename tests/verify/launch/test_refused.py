@@ -53,7 +53,7 @@ def test_batches_that_do_not_divide_are_found(right, more, expected):
 @pytest.mark.parametrize(
     ("words", "adapter"),
     [
-        ("--lora-rank 16 --target-modules a,b", "adapter of rank 16 on a,b, by --lora-rank (the command line): sent"),
+        ("--lora-rank 16 --target-modules a,b", "adapter of rank 16 on a,b (--lora-rank (the command line))"),
         ("--lora-rank 16 --target-modules q_proj --lora-train-only", "without"),
         ("--lora-rank 0", ""),
     ],
@@ -171,7 +171,7 @@ def test_values_that_are_not_known_break_no_rule(tmp_path):
 )
 def test_an_option_of_any_part_that_is_misspelt_is_named(words, meant):
     (found,) = findings(words, "CK721")
-    assert (found.severity, found.expected) == ("warning", meant)
+    assert (found.severity, found.expected) == ("warning", text_with(meant))
     assert trainer_options()[meant] in found.hint
     right = f"{meant} {words.partition(' ')[2]}"
     assert findings(right, "CK721") == []

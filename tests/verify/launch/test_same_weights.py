@@ -55,7 +55,7 @@ def test_other_weights_than_the_engines_are_found(hf, megatron, only):
     assert (finding.code, finding.severity, finding.file) == ("CK723", "warning", str(megatron / "release"))
     assert finding.tensor == "decoder.final_layernorm.weight"
     assert finding.expected == f"the digests of the rollout engine, {hf}"
-    assert " 1 of the " in finding.actual
+    assert finding.actual == text_with("1 of 219")
 
 
 def iteration(megatron, root, number=20):
@@ -137,7 +137,7 @@ def test_weights_of_another_model_than_the_engines_are_an_error(hf, bare, wrong,
     for option in ("load", "ref_load"):
         finding = only(preflight(hf_checkpoint=hf, **{option: wrong}))
         assert (finding.code, finding.severity) == ("CK723", "error")
-        assert re.fullmatch(r".* \d\d of the 64 tensors .*: \d\d matrices .*", finding.actual)
+        assert re.match(r"\d\d of 64 .*, \d\d of them", finding.actual)
         sound = preflight(hf_checkpoint=hf, **{option: bare})
         assert (sound.status, sound.findings, of(sound).tensors_compared) == ("passed", [], 64)
     # An iteration may be any model with the engine's config.

@@ -10,7 +10,7 @@ from ckptkit.verify.launch.words import UnresolvedWord
 UNKNOWN = [
     ("python3 train.py --load $(hostname)", "$(hostname)", "the output of `hostname`"),
     ("python3 train.py --load $NOBODY/x", "$NOBODY/x", "neither"),
-    ("python3 train.py --load $RANDOM", "$RANDOM", "script runs"),
+    ("python3 train.py --load $RANDOM", "$RANDOM", "only the running"),
     ("python3 train.py --load $((N / 0))", "$((N / 0))", "divides by zero"),
     ("python3 train.py --load $(echo a | tr a b)", "$(echo a | tr a b)", "other commands"),
     ("[ -d /x ] && A=1 || A=2\npython3 train.py --load $A", "$A", "a condition at"),

@@ -87,5 +87,5 @@ NOT_KNOWN = [
 def test_groups_are_those_of_the_config_and_noise_that_is_not_known_is_no_verdict():
     assert [group_of(quantization) for quantization, _ in GROUPS] == [group for _, group in GROUPS]
     for quantization in NOT_KNOWN:
-        with pytest.raises(CannotCheck, match="noise"):
+        with pytest.raises(CannotCheck, match="activations"):
             group_of(quantization)

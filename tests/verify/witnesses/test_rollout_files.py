@@ -89,10 +89,10 @@ def test_other_classes_and_functions_are_refused_and_never_run(monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rollout_log_probs": [-1.0]}, "0 1 rollout_log_probs 2"),
-        ({"loss_mask": [1, 1, 1]}, "0 3 loss_mask 2"),
-        ({"response_length": 4}, "0 3 response 4"),
-        ({"response_length": "2"}, "0 3 response 2"),
+        ({"rollout_log_probs": [-1.0]}, "0 2 1 rollout_log_probs"),
+        ({"loss_mask": [1, 1, 1]}, "0 2 3 loss_mask"),
+        ({"response_length": 4}, "0 3 response_length 4"),
+        ({"response_length": "2"}, "0 3 response_length 2"),
         ({"tokens": [5, 6, 7.5]}, "0 7.5"),
         ({"tokens": [5, 6, True]}, "sample 0 True"),
         ({"rollout_log_probs": [None, -1.0]}, "0 rollout_log_probs None"),

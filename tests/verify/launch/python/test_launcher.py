@@ -282,7 +282,7 @@ def test_checkout_of_slime_may_be_named_by_a_variable(tmp_path):
         read = read_launcher(tmp_path / "run.py", [], {variable: str(tmp_path / "slime checkout")})
         assert (words(read)[:8], read.unresolved) == (MODEL_WORDS, ())
     (line,) = read_launcher(tmp_path / "run.py", [], {}).unresolved
-    assert line.startswith(f"{tmp_path}/run.py: slime/utils/external_utils/command_utils.py")
+    assert line.startswith(f"{tmp_path}/run.py: ")
     assert "set SLIME_DIR" in line
 
 

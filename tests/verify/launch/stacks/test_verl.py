@@ -123,7 +123,7 @@ def test_sizes_and_paths_that_are_not_right_are_found(hf, torch_dist, only):
         (dist("actor", Path("/nowhere")), "CK711", "no such directory"),
         (dist("actor", Path("/nowhere"))[:1], "CK711", "is not set"),
         ([*dist("ref", Path("/nowhere")), f"{ACTOR}.use_kl_loss=true"], "CK712", "no such directory"),
-        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"], *("CK713", "nothing")),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"], *("CK713", "missing")),
     ],
 )
 def test_a_path_that_is_not_there_is_found(more, code, actual, hf, only):
@@ -175,7 +175,7 @@ def test_options_of_the_command_line_count_before_the_settings_or_are_refused(hf
     refused = {
         "the actor loads": {"load": torch_dist.parent},
         "reference": {"ref_load": torch_dist},
-        "--tp 2.*1": {"tp": 2},
+        "--tp is 2.*1": {"tp": 2},
         "--ckpt-step.*verl": {"ckpt_step": 2},
     }
     for said, options in refused.items():
