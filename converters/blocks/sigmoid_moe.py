@@ -73,7 +73,7 @@ def dense_layers(config: Mapping[str, Any], without_kinds: tuple[int, ...] | Non
         dense = first if without_kinds is None else without_kinds
     if config.get(_FIRST) is not None and dense != first:
         raise CkptkitError(
-            f"config.json: {_FIRST} makes {len(first)} layers dense, but mlp_layer_types layers {list(dense)}",
+            f"config.json: {_FIRST} makes {len(first)} layers dense, but mlp_layer_types makes {list(dense)} dense",
             "make both agree: engines read the first key, transformers the second or its default",
         )
     return dense

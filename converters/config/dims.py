@@ -216,11 +216,10 @@ class ModelDims:
             raise wrong("num_hidden_layers", self.layers, f"at most {MAX_LAYERS:,}")
         if self.mtp_layers > self.layers:
             raise wrong("the number of multi-token prediction layers", self.mtp_layers, f"at most {self.layers}")
-        if self.experts and not (0 < self.top_k <= self.experts and self.expert_ffn):
-            raise CkptkitError(
-                f"config.json: {self.top_k} of {self.experts} experts per token of size {self.expert_ffn} is invalid",
-                "compare num_experts_per_tok and moe_intermediate_size with the release",
-            )
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise wrong("num_experts_per_tok", self.top_k, f"from 1 to {self.experts}, the number of experts")
+        if self.experts and not self.expert_ffn:
+            raise wrong("moe_intermediate_size", self.expert_ffn, "positive")
         if self.heads % self.groups:
             message = f"{self.heads} attention heads are not a multiple of {self.groups} key-value heads"
             raise CkptkitError(f"config.json: {message}")

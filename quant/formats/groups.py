@@ -247,7 +247,7 @@ def find_rounded_activations(content: Mapping[str, Any]) -> Iterator[Refusal]:
     for key, scheme in schemes:
         bits = scheme.get("num_bits") if isinstance(scheme, Mapping) and scheme.get("type", "int") == "int" else None
         if isinstance(bits, int) and bits < 8:
-            message = f"{key} has {bits}-bit integers: transformers rounds to these, and answers as another model"
+            message = f"{key} has {bits}-bit integers, to which transformers rounds: the model's outputs change"
             yield Refusal(("transformers",), message, f"set {key} to null unless you want this rounding")
 
 

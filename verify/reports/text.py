@@ -124,7 +124,7 @@ def headline(report: Report) -> str:
     passed = sum(check.status == "passed" for check in report.checks)
     checks = f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}"
     if report.is_uncompared:
-        return f"{checks}: the checkpoint is sound in itself. Nothing was compared with its release."
+        return f"{checks} without a release: exchanged layers or another rotary base are not seen without --source."
     return f"{checks}."
 
 

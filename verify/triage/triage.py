@@ -89,8 +89,7 @@ def triage(logs: Sequence[str | Path]) -> Triage:
             raise CkptkitError(f"{_name(log)} is empty", "pass the log of the job, or of its driver if it is a Ray job")
     # With several models it is unknown which one a line is about.
     served = next(iter(found.served)) if len(found.served) == 1 else None
-    only_vllm = found.engines == {"vLLM"}
-    shown = {symptom: symptom.for_vllm() if only_vllm else symptom for symptom in found.counts}
+    shown = {symptom: symptom.for_vllm() if found.engines == {"vLLM"} else symptom for symptom in found.counts}
     shown = {symptom: served.of(one) if served else one for symptom, one in shown.items()}
     signs = [SymptomMatch(shown[symptom], count, found.places[symptom]) for symptom, count in found.counts.items()]
     return Triage(

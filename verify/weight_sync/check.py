@@ -176,7 +176,7 @@ class WeightSyncCheck:
             if self._program == "vllm" or not self._own_digest or all(same_versions):
                 wrong.append(f"{', '.join(states)}: the engines hold none of the sent values")
         if wrong:
-            raise CkptkitError(f"engines do not hold what weight update {version} sent", _HINT, first_lines(wrong))
+            raise CkptkitError(f"engines do not hold the weights that update {version} sent", _HINT, first_lines(wrong))
 
     def _print_notes(self, result: SyncResult) -> None:
         notes = {

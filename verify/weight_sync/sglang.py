@@ -44,8 +44,7 @@ class SglangEngine:
         ranks = answer.get("ranks")
         if not answer.get("success") or not ranks:
             message = "the answer has no checksums" if answer.get("success") else answer.get("message")
-            hint = "use an SGLang with the action `checksum`"
-            raise CkptkitError(f"{self.name}/weights_checker: {message}", hint)
+            raise CkptkitError(f"{self.name}/weights_checker: {message}", "use an SGLang with the action `checksum`")
         seats = dict[Seat, dict[str, str]]()
         for rank in ranks:
             info = rank["parallelism_info"]

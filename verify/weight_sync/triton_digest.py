@@ -27,5 +27,4 @@ def add_words(total: Tensor, words: Tensor, factors: tuple[int, int, int]) -> No
     """Adds every word of `words` (int64, same GPU), mixed with its index, to `total` (int64 [1]), modulo 2^64."""
     kernel: Any = _sum
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
-        blocks = triton.cdiv(len(words), _BLOCK)
-        kernel[blocks,](words, total, len(words), *factors, BLOCK=_BLOCK, num_warps=_WARPS)
+        kernel[triton.cdiv(len(words), _BLOCK),](words, total, len(words), *factors, BLOCK=_BLOCK, num_warps=_WARPS)

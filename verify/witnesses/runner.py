@@ -76,7 +76,7 @@ class Answer(Generic[T]):
 
 def inconclusive(what: str, why: object) -> CannotCheck:
     """The exception for a witness that could not run: `what` did not happen, for the reason `why`."""
-    return CannotCheck(f"{what}, which is no verdict on the checkpoint: {why}")
+    return CannotCheck(f"{what}, so this check has no result: {why}")
 
 
 def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> Answer[T]:

@@ -322,7 +322,7 @@ class _Stream(io.RawIOBase):
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.length}[whence]
         if base + position < 0:
-            raise OSError(errno.EINVAL, "the blob is shorter than that")
+            raise OSError(errno.EINVAL, f"cannot seek to byte {base + position} of {self._blob}")
         self._at = base + position
         return self._at
 

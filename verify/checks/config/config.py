@@ -49,7 +49,7 @@ def arguments_match(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     except CkptkitError as error:
         raise CannotCheck("common.pt cannot be read", "CK111") from error
     if not args:
-        raise CannotCheck("common.pt has no training arguments, which Megatron accepts", "CK111")
+        raise CannotCheck("common.pt has no training arguments to compare with config.json", "CK111")
     # Without --mtp-num-layers a run has no such layers; with it, config.json must agree.
     dims = dims_of(require_config(subject, raw_config_of) if args.get("mtp_num_layers") else config)
     result.compared(compared(dims))
@@ -67,8 +67,7 @@ def configs_match(subject: Subject, result: CheckResult) -> Iterator[Issue]:
     """
     where, hint = "config.json" if subject.kind == "hf" else "", ""
     if subject.kind == "hf" and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
-        there = Subject(subject.source_path).hf_files.config
-        differences = plain_differences(subject.hf_files.config, there, result)
+        differences = plain_differences(subject.hf_files.config, Subject(subject.source_path).hf_files.config, result)
     else:
         here = require_config(subject, raw_config_of)
         hint = "" if subject.options.adapter is None else "write the value that the merged model needs"

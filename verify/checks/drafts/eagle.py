@@ -98,7 +98,8 @@ def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[st
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        yield Issue(f"true for draft_vocab_size = {draft.draft_vocabulary}", f"true for {count}", names=[stored[USED]])
+        size = draft.draft_vocabulary
+        yield Issue(f"{size} true entries (draft_vocab_size)", f"{count} true entries", names=[stored[USED]])
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:

@@ -278,8 +278,7 @@ def float_lists(subject: Subject, result: CheckResult) -> Iterator[Issue]:
             severity = warning_if(subject.updated is not False)
             hint = "remove quantization_config from config.json, or quantize: engines cast these numbers to codes"
             actual = f"all {len(stored)} of these weights are unquantized and have no scales"
-            expected = f"{floats.words}, as config.json declares"
-            yield Issue(expected, actual, hint, file=where, severity=severity)
+            yield Issue(f"{floats.words}, as config.json declares", actual, hint, file=where, severity=severity)
         return
     for refusal in found.find_refusals():
         is_certain = refuses_own_format(refusal.readers, subject.readers)

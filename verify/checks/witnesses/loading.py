@@ -82,7 +82,7 @@ def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
 def _refusal(failure: ExitReport | None) -> str:
     """The message of an engine that refused the checkpoint. Raises CannotCheck for any other failure."""
     if failure is None or not failure.verdict:
-        raise inconclusive("the witness failed", failure)
+        raise inconclusive("the process that loads the checkpoint failed", failure)
     return failure.message
 
 

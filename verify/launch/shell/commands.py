@@ -247,7 +247,7 @@ def _let(shell: Shell, words: list[ShellValue], _: int) -> Effect:
     for word in words:
         try:
             if not word.known or "$(" in word.text:
-                raise ArithmeticFault("an unknown expression")
+                raise ArithmeticFault("an expression with an unknown variable or the output of a command")
             value = evaluate_arithmetic(shell, word.text)
         except ArithmeticFault as fault:
             if match := re.match(r"\s*([A-Za-z_]\w*)", word.text):

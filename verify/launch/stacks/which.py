@@ -106,7 +106,8 @@ def _require_agreement(job: Job, launch: Launch) -> Job:
     given = launch.options
     if not job.stack.one_model:
         if given.ckpt_step is not None:
-            raise CkptkitError(f"--ckpt-step does not apply to settings of {job.stack.name}", "set it in the settings")
+            message = f"--ckpt-step cannot be used with a launch of {job.stack.name}"
+            raise CkptkitError(message, "remove it, and set the step in the settings of the job")
         _require_same_checkpoint(job, "--load", given.load, "actor")
         _require_same_checkpoint(job, "--ref-load", given.ref_load, "reference")
     for name, size in given.sizes.items():

@@ -293,5 +293,4 @@ def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
 def _ask_megatron(subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float) -> Answer[RankReport]:
     """The answer of these ranks. On the CPU they are forked after the slow import of Megatron; CUDA allows no fork."""
     jobs = {rank: replace(job, rank=rank) for rank in ranks}
-    interpreter = megatron_interpreter(subject)
-    return ask_ranks(jobs, _WITNESS, RankReport, limit_s, interpreter, together=not job.gpu)
+    return ask_ranks(jobs, _WITNESS, RankReport, limit_s, megatron_interpreter(subject), together=not job.gpu)

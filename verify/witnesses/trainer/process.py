@@ -189,7 +189,8 @@ def _parse_megatron(module: Any) -> None:
     """Parses as Megatron-LM's programs do, without options that a program adds to Megatron's own."""
     arguments = module.parse_args(ignore_unknown_args=True)
     if getattr(arguments, "use_checkpoint_args", None) or getattr(arguments, "yaml_cfg", None):
-        raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "set them in the launch")
+        message = "--use-checkpoint-args and --yaml-cfg take options from a file that ckptkit does not read"
+        raise CkptkitError(message, "write these options into the launch instead")
     module.validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})  # the default of pretrain_gpt.py
 
 

@@ -114,8 +114,7 @@ def _wanted(name: str, loaded: Tensor, actual: Tensor | None, is_awq: bool) -> l
         return [_by_channel(padded.squeeze(-2))]
     if padded.dim() == 2:
         return [*_orders(name, padded, is_awq)]
-    experts = [_orders(name, matrix, is_awq) for matrix in padded]
-    return [torch.stack(order) for order in zip(*experts, strict=True)]
+    return [torch.stack(order) for order in zip(*[_orders(name, matrix, is_awq) for matrix in padded], strict=True)]
 
 
 def _sizes(

@@ -124,7 +124,7 @@ class SglangServer:
     def poison(self) -> None:
         """Poisons every parameter in every rank. Raises CkptkitError for layers that could not be loaded again."""
         if other := [name for name, scheme in self.packed.items() if scheme != RELOADABLE]:
-            raise CkptkitError(f"ckptkit cannot load {summarize(other)} into SGLang again", "quantize only experts")
+            raise CkptkitError(f"SGLang cannot reload packed {summarize(other)}", "quantize only routed experts")
         self._run_loader("", POISON)
 
     def _run_loader(self, name: str, loader: str) -> None:
