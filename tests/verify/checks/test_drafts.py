@@ -77,7 +77,7 @@ FAULTS = {
     # As a class that wraps the decoder calls it.
     "a name of another class": (put("model.norm.weight", lambda one: one.pop("norm.weight")), "CK141", "name"),
     "tokens in place of differences": (put("d2t", lambda one: one["d2t"] + torch.arange(64)), "CK142", "outside"),
-    "tables that were never filled": (never_filled, "CK142", f"true {TOKENS}"),
+    "tables that were never filled": (never_filled, "CK142", f"{TOKENS} true"),
     "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), "CK142", "wrong"),
     "a token beyond the vocabulary": (put("d2t", lambda one: one["d2t"].index_fill(0, LAST, TOKENS)), "CK142", "1"),
     "not a number": (put(UP, lambda one: one[UP].index_fill(1, LAST, float("nan"))), "CK143", "NaN"),
