@@ -49,9 +49,11 @@ def ray_cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         finally:
             if not joined:
                 ray.shutdown()
-                # For a new cluster Ray 2.60 sets RAY_AUTH_MODE, which was taken back above, and its copies of it.
-                ray._raylet.Config.initialize("")
-                ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+                # For a new cluster Ray 2.60 sets RAY_AUTH_MODE, which `isolated_in` removes, and keeps copies of it,
+                # with which the next cluster of this process would reject its own nodes. Older releases have neither.
+                if loader := getattr(ray._raylet, "AuthenticationTokenLoader", None):
+                    ray._raylet.Config.initialize("")
+                    loader.instance().reset_cache()
 
 
 def _start(ray: Any, address: str, workers: int | None) -> None:

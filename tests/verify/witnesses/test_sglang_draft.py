@@ -139,8 +139,8 @@ def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs):
     """It waits for both parts of a fused parameter."""
     report = draft(runs["compressed query"])
     assert [(one.tensor, one.param, one.what.partition(": ")[2]) for one in report.unwritten] == [
-        (COMPRESSED[0], FUSED, text_with("tensor")),
-        (COMPRESSED[1], FUSED, text_with("tensor")),
+        (COMPRESSED[0], FUSED, text_with("no such tensor")),
+        (COMPRESSED[1], FUSED, text_with("SGLang dropped")),
     ]
     assert {one.tensor for one in report.dropped} == {COMPRESSED[1]}
 
